@@ -2,7 +2,7 @@
 
     change ──▶ proposals ──▶ image of the tree before ──▶ all tests, without and with the change: which tell?
                                                             └─▶ leaks? ──▶ the tests of each proposal, without and with
-                                        its part, twice each ──▶ proof ──▶ canaries possible? ──▶ task, record
+                     its part, twice each ──▶ proof ──▶ canaries possible? ──▶ graded as right? ──▶ task, record
 
 Consumes changes; produces a verdict for each proposal and tasks for some. Waits for sandboxes and runs of tests, each
 with a deadline. On shutdown sandboxes are closed; what has a verdict is on disk. Which tests count is decided in
@@ -52,8 +52,16 @@ ATTEMPTS = 2
 SANDBOX_TTL_S = 1800.0
 REPEATED = 0.5
 """Share of a change's lines that may stand elsewhere in its project before it, as idioms do."""
-Guarded = Callable[[Task], Awaitable[Collection[str]]]
-"""The tests of a task that a grader can guard with canaries, by node id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grading:
+    """What a grader makes of tasks. Both raise :class:`~etude.errors.SandboxError`."""
+
+    guarded: Callable[[Task], Awaitable[Collection[str]]]
+    """The tests of a task that it can guard with canaries, by node id."""
+    is_right: Callable[[Task, Mapping[str, str]], Awaitable[bool]]
+    """True if a task is done once some files are written, by path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,15 +132,15 @@ class ChangeValidator:
         folder: PackageFolder,
         *,
         needs: Dependencies,
-        guarded: Guarded,
+        grading: Grading,
     ) -> None:
-        """``guarded`` asks what a grader can guard."""
+        """``grading`` is that by which its tasks will be graded."""
         self._history = history
         self._provider = provider
         self._store = store
         self._folder = folder
         self._needs = needs
-        self._guarded = guarded
+        self._grading = grading
 
     async def validate(self, change: Change) -> tuple[list[CandidateVerdict], list[HistoryRecord]]:
         """Try all that a change could be: a verdict for each, or one for the whole, and the records of what was kept.
@@ -247,8 +255,10 @@ class ChangeValidator:
         task = None if rejection else task_of(record, trees, part.slice, image)
         detail = ""
         try:
-            if task is not None and not await self._guarded(task):
+            if task is not None and not await self._grading.guarded(task):
                 rejection = Rejection.UNGUARDED
+            elif task is not None and not await self._grading.is_right(task, texts_of(part.slice)):
+                rejection, detail = Rejection.UNSOLVED, "the grader does not take the true change for right"
         except SandboxError as error:  # about these tests, as others of the change ran: it keeps its other tasks
             rejection, detail = Rejection.UNGUARDED, str(error)[:1000]
         target = part.proposal.template
@@ -269,13 +279,14 @@ class ChangeValidator:
         timeout_s: float = RUN_TIMEOUT_S,
     ) -> list[RunObservation]:
         """Run the changed tests over some files each, in one sandbox: those of some ids; or all of them, or those that
-        speak of some names. ``timeout_s`` is for each run.
+        speak of some names. ``timeout_s`` is for each run. Of ids only their modules are imported, as when a task is
+        graded: another one could fail and leave behind what these need.
         """
         texts, modules = trees.files.after, trees.files.tests(trees.project)
         named = {path: functions_naming(texts[path], names) for path in modules} if names - {""} else None
         steps = [
             TestRun(
-                targets=modules,
+                targets=modules if not ids else tuple(dict.fromkeys(place_of(test)[0] for test in ids)),
                 ids=None if ids is None else tuple(ids),
                 named=named,
                 others=2 * OTHERS,
