@@ -49,6 +49,10 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "live": ("live.bench", "from a signal to released weights: stages, losses, false decisions, rollback"),
         "ui": ("ui.bench", "the live page of 10,000 steps: opening it, filtering 100,000 rollouts, what it costs"),
         "startup": ("startup.bench", "processor time of commands that need no model, `etude --help` above all"),
+        "plan": (
+            "plan.bench",
+            "busy shares and step times that `etude plan run` predicts, beside measured ones",
+        ),
         "recipes": ("trials.recipes", "recipes run again at new seeds, held against what was committed"),
         "simulation": (
             "simulation.bench",

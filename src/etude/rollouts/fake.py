@@ -9,7 +9,7 @@ import itertools
 import math
 import selectors
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
 from etude.aio import never
 from etude.clock import VirtualClock
@@ -124,18 +124,24 @@ class FakeSessions:
         await never()
 
 
+OnExec: TypeAlias = Callable[[Sequence[str]], Awaitable[None]]
+"""What a fake sandbox does with a command."""
+
+
 class FakeSandbox:
-    """Fake sandbox: files in a dict; every command succeeds without output."""
+    """Fake sandbox: files in a dict; every command succeeds without output, and takes the time of ``on_exec``."""
 
     def __init__(
         self,
         files: Mapping[str, str],
         on_close: Callable[["FakeSandbox"], None],
         on_fork: Callable[["FakeSandbox"], None] = lambda copy: None,
+        on_exec: OnExec | None = None,
     ) -> None:
         self._files = dict(files)
         self._on_close = on_close
         self._on_fork = on_fork
+        self._on_exec = on_exec
 
     async def exec(
         self,
@@ -146,6 +152,8 @@ class FakeSandbox:
         environment: Mapping[str, str] | None = None,
     ) -> ExecResult:
         """Pretend to run a command."""
+        if self._on_exec is not None:
+            await self._on_exec(argv)
         return ExecResult(exit_code=0, stdout="", stderr="", timed_out=False, truncated=False, seconds=0.0)
 
     async def read_file(self, path: str) -> str | None:
@@ -178,7 +186,7 @@ class FakeSandbox:
 
     async def fork(self, count: int = 1) -> "Sequence[FakeSandbox]":
         """Sandboxes with the same files."""
-        copies = [FakeSandbox(self._files, self._on_close, self._on_fork) for _ in range(count)]
+        copies = [FakeSandbox(self._files, self._on_close, self._on_fork, self._on_exec) for _ in range(count)]
         for copy in copies:
             self._on_fork(copy)
         return copies
@@ -191,7 +199,8 @@ class FakeSandbox:
 class FakeSandboxes:
     """Makes fake sandboxes, or fails while ``broken`` gives a reason."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_exec: OnExec | None = None) -> None:
+        self._on_exec = on_exec
         self._open: set[FakeSandbox] = set()
         self.broken = ""
 
@@ -214,7 +223,7 @@ class FakeSandboxes:
         """
         if self.broken:
             raise SandboxError(self.broken)
-        sandbox = FakeSandbox(files, self._open.discard, self._open.add)
+        sandbox = FakeSandbox(files, self._open.discard, self._open.add, self._on_exec)
         self._open.add(sandbox)
         return sandbox
 

@@ -9,14 +9,16 @@
 Each is a least-squares fit whose coefficients are not negative. Pure.
 """
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean, median
 from typing import Self
 
 import numpy as np
 
+from etude.config.inference import EngineConfig
 from etude.errors import UserError
 from etude.simulation.engine import EngineRates
 from etude.simulation.workload import Workload
@@ -51,6 +53,15 @@ class TrainerTimes:
         """Seconds of a step on a batch."""
         return self.fixed_s + self.token_s * tokens
 
+    def scaled(self, factor: float) -> "TrainerTimes":
+        """The same trainer, taking so many times as long."""
+        return TrainerTimes(
+            fixed_s=factor * self.fixed_s,
+            token_s=factor * self.token_s,
+            save_s=factor * self.save_s,
+            publish_s=factor * self.publish_s,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCalibration:
@@ -63,16 +74,19 @@ class RunCalibration:
     call_s: float
     """Seconds of a model call outside of the engine: gateway, harness, network."""
     workload: Workload
+    cores: float = math.inf
+    """Processors that all of these share, each using one at a time; infinite where each has its own."""
 
     @classmethod
-    def of_events(cls, logged: Iterable[Logged], *, max_running: int) -> Self:
+    def of_events(cls, logged: Iterable[Logged], engine: EngineConfig, *, cores: float = math.inf) -> Self:
         """The calibration of a run that has trained for some steps; ``call_s`` is not in its events.
 
         Raises :class:`~etude.errors.UserError` where there is too little.
         """
         ordered = sorted(logged, key=lambda each: each.at_s)
         return cls(
-            engine=fit_engine(ordered, max_running),
+            engine=fit_engine(ordered, engine),
+            cores=cores,
             trainer=fit_trainer(ordered),
             swap_s=_swap_s(ordered),
             call_s=0.0,
@@ -80,7 +94,7 @@ class RunCalibration:
         )
 
 
-def fit_engine(logged: Sequence[Logged], max_running: int) -> EngineRates:
+def fit_engine(logged: Sequence[Logged], engine: EngineConfig) -> EngineRates:
     """The rates of an engine, by its reports while rollouts for training ended."""
     training = [each.at_s for each in logged if isinstance(each.event, RolloutClosed) and each.event.purpose == "train"]
     rows, before = list[tuple[float, float, float]](), dict[str, int]()
@@ -96,7 +110,8 @@ def fit_engine(logged: Sequence[Logged], max_running: int) -> EngineRates:
     if not rows:
         raise UserError("the run's engines said nothing while it trained: name a run that trained for some steps")
     step_s, sequence_s, prompt_s = fit_non_negative(rows, busy_s)
-    return EngineRates(step_s=step_s, sequence_s=sequence_s, prompt_s=prompt_s, max_running=max_running)
+    rates = EngineRates(step_s=step_s, sequence_s=sequence_s, prompt_s=prompt_s, max_running=engine.max_running)
+    return replace(rates, step_tokens=engine.native.step_tokens) if engine.kind == "native" else rates
 
 
 def fit_trainer(logged: Sequence[Logged]) -> TrainerTimes:

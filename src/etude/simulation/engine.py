@@ -1,10 +1,11 @@
 """A modelled engine: continuous batching as processor sharing, in the time of the running loop.
 
-    one decode step of n sequences takes    step_s + n · sequence_s
-    a prompt's token that has to be read    prompt_s, in which nothing is decoded
+    a step of n sequences takes         step_s + n · sequence_s
+    with prompts that are to be read    step_tokens · prompt_s more, in which it reads step_tokens tokens of them
 
-Every running sequence gets a token a step, so all of them have come equally far: a sequence ends when the tokens per
-sequence have grown by its own length since it began. One timer is enough, however many there are.
+Every decoded sequence gets a token a step, so all of them have come equally far: a sequence ends when the tokens per
+sequence have grown by its own length since it began. Prompts are read in the order in which they came. One timer is
+enough, however many there are.
 
 Tokens have no ids here: a completion has one number for each weight version that sampled in it, and that is *how many*
 tokens it sampled; the one number of a prompt is how many tokens are to be read.
@@ -13,6 +14,7 @@ tokens it sampled; the one number of a prompt is how many tokens are to be read.
 import asyncio
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
@@ -22,10 +24,15 @@ import numpy as np
 
 from etude.errors import EngineUnavailable
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
+from etude.simulation.processors import Processors, Work
 from etude.types import Finish, TokenIds
 
 NOT_A_TOKEN = 1e-6
 """Share of a token by which a sequence may be short of its end: rounding."""
+READ_S = 1e-9
+"""Work of reading that counts as none, likewise."""
+STEP_TOKENS = 512
+"""What engines read of prompts beside one decode step, where nothing else is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +43,28 @@ class EngineRates:
     sequence_s: float
     prompt_s: float
     max_running: int
-    """Sequences decoded together; others wait."""
+    """Sequences in progress; others wait."""
+    step_tokens: int = STEP_TOKENS
+    """Tokens of prompts that a step reads at most."""
 
     def decode_s(self, running: int) -> float:
         """Seconds of a step of so many sequences."""
         return self.step_s + running * self.sequence_s
+
+    def with_places(self, share: float) -> "EngineRates":
+        """The engine with a share of its places, of which each counts for several and takes as much of a step."""
+        places = max(1, round(self.max_running * share))
+        return replace(
+            self,
+            sequence_s=self.sequence_s * self.max_running / places,
+            prompt_s=self.prompt_s / share,
+            max_running=places,
+        )
+
+    @property
+    def chunk_s(self) -> float:
+        """What reading adds to a step."""
+        return self.step_tokens * self.prompt_s
 
     def scaled(self, factor: float) -> "EngineRates":
         """The same engine, taking so many times as long."""
@@ -59,9 +83,10 @@ class _Sequence:
     tokens: int
     prompt_tokens: int
     ended: "asyncio.Future[Completion]"
+    unread_s: float
+    """Work of reading what is left of its prompt."""
     begin: float = 0.0
-    """Tokens per sequence when it began."""
-    is_running: bool = False
+    """Tokens per sequence when its first was sampled."""
 
 
 @final
@@ -70,6 +95,7 @@ class ModelledEngine:
     """Engine of given rates; implements :class:`~etude.protocols.Engine`."""
 
     rates: EngineRates
+    processors: Processors = field(default_factory=Processors)
     version: int = 0
     is_down: bool = False
     busy_s: float = 0.0
@@ -80,14 +106,16 @@ class ModelledEngine:
     """Calls that came while it was down, so far."""
     _level: float = 0.0
     """Tokens per sequence, so far."""
-    _reading_s: float = 0.0
-    """Seconds of prompts that are to be read before anything else."""
     _at_s: float = 0.0
-    _running: int = 0
+    _done_s: float = 0.0
+    """Work up to then."""
+    _is_busy: bool = False
     _ends: list[tuple[float, int, _Sequence]] = field(default_factory=list)
+    """What is decoded."""
+    _reading: deque[_Sequence] = field(default_factory=deque)
     _waiting: deque[_Sequence] = field(default_factory=deque)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
-    _timer: asyncio.TimerHandle | None = None
+    _timer: Work | None = None
     _swaps: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     """Tokens per sequence at which a version began to sample."""
 
@@ -97,7 +125,13 @@ class ModelledEngine:
             self.refused += 1
             raise EngineUnavailable("the engine is down")
         ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        sequence = _Sequence(tokens=max(1, params.max_tokens), prompt_tokens=int(prompt_ids[0]), ended=ended)
+        prompt_tokens = int(prompt_ids[0])
+        sequence = _Sequence(
+            tokens=max(1, params.max_tokens),
+            prompt_tokens=prompt_tokens,
+            unread_s=prompt_tokens * self.rates.prompt_s,
+            ended=ended,
+        )
         self._advance()
         self._waiting.append(sequence)
         self._begin()
@@ -116,9 +150,7 @@ class ModelledEngine:
         if self.is_down:
             raise EngineUnavailable("the engine is down")
         waiting = len(self._waiting)
-        return EngineHealth(
-            version=self.version, digest=digest_of(self.version), running=self._running, waiting=waiting
-        )
+        return EngineHealth(version=self.version, digest=digest_of(self.version), running=self.running, waiting=waiting)
 
     def swap(self, version: int) -> None:
         """Sample with a newer version from now on."""
@@ -126,17 +158,23 @@ class ModelledEngine:
         self.version = version
         self._swaps.append((self._level, version))
 
+    def change(self, rates: EngineRates) -> None:
+        """Go on at another speed, with other places; no call is lost."""
+        self._advance()
+        self.rates = rates
+        self._begin()
+
     def die(self) -> None:
         """Lose all calls, and answer none until :meth:`restart`."""
         self._advance()
         self.is_down = True
-        for sequence in (*(each for _, _, each in self._ends), *self._waiting):
+        for sequence in (*(each for _, _, each in self._ends), *self._reading, *self._waiting):
             if not sequence.ended.done():
                 sequence.ended.set_exception(EngineUnavailable("the engine died"))
         self._ends.clear()
+        self._reading.clear()
         self._waiting.clear()
-        self._running, self._reading_s = 0, 0.0
-        self._set_timer()
+        self._begin()
 
     def restart(self, version: int) -> None:
         """Serve again, with the version that the store has by now."""
@@ -145,8 +183,8 @@ class ModelledEngine:
 
     @property
     def running(self) -> int:
-        """Sequences that are decoded."""
-        return self._running
+        """Sequences in progress."""
+        return len(self._ends) + len(self._reading)
 
     @property
     def waiting(self) -> int:
@@ -160,40 +198,56 @@ class ModelledEngine:
 
     def _advance(self) -> None:
         """Let the time pass since the last change."""
-        now_s = asyncio.get_running_loop().time()
+        now_s, done_s = asyncio.get_running_loop().time(), self.processors.done_s()
         elapsed_s, self._at_s = now_s - self._at_s, now_s
-        if not self._running:
-            return
-        self.busy_s += elapsed_s
-        read_s = min(elapsed_s, self._reading_s)
-        self._reading_s -= read_s
-        self._level += (elapsed_s - read_s) / self.rates.decode_s(self._running)
+        work_s, self._done_s = done_s - self._done_s, done_s
+        if self._is_busy:
+            self.busy_s += elapsed_s
+            read_s, tokens = self._paces()
+            self._level += work_s * tokens
+            if self._reading:
+                self._reading[0].unread_s -= work_s * read_s
+
+    def _paces(self) -> tuple[float, float]:
+        """Seconds of reading, and tokens per sequence, that a second of work gets done."""
+        if not self._ends:
+            return 1.0, 0.0
+        chunk_s = self.rates.chunk_s if self._reading else 0.0
+        step_s = self.rates.decode_s(len(self._ends)) + chunk_s
+        return chunk_s / step_s, 1 / step_s
 
     def _begin(self) -> None:
-        """Start what there is a place for."""
-        while self._waiting and self._running < self.rates.max_running:
+        """Start what there is a place for, decode what has been read, and wait for the next change."""
+        while self._waiting and self.running < self.rates.max_running:
             sequence = self._waiting.popleft()
-            sequence.begin, sequence.is_running = self._level, True
-            heapq.heappush(self._ends, (self._level + sequence.tokens, next(self._numbers), sequence))
-            self._running += 1
-            self._reading_s += sequence.prompt_tokens * self.rates.prompt_s
+            self._reading.append(sequence)
             self.prompt_tokens += sequence.prompt_tokens
+        while self._reading and self._reading[0].unread_s <= READ_S:
+            sequence = self._reading.popleft()
+            sequence.begin = self._level
+            heapq.heappush(self._ends, (self._level + sequence.tokens, next(self._numbers), sequence))
+        if bool(self.running) != self._is_busy:
+            self._is_busy = not self._is_busy
+            (self.processors.occupy if self._is_busy else self.processors.release)()
         self._set_timer()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._ends:
-            left_s = self._reading_s + (self._ends[0][0] - self._level) * self.rates.decode_s(self._running)
-            self._timer = asyncio.get_running_loop().call_at(self._at_s + max(0.0, left_s), self._end)
+        if self._is_busy:
+            read_s, tokens = self._paces()
+            left_s = min(
+                self._reading[0].unread_s / read_s if self._reading else math.inf,
+                (self._ends[0][0] - self._level) / tokens if self._ends else math.inf,
+            )
+            self._timer = self.processors.call_at(self._done_s + max(0.0, left_s), self._end)
 
     def _end(self) -> None:
         """End what has all its tokens."""
         self._advance()
         while self._ends and self._ends[0][0] <= self._level + NOT_A_TOKEN:
             _, _, sequence = heapq.heappop(self._ends)
-            self._running -= 1
             if not sequence.ended.done():
                 self.generated_tokens += sequence.tokens
                 sequence.ended.set_result(self._completion(sequence))
@@ -202,12 +256,11 @@ class ModelledEngine:
     def _drop(self, sequence: _Sequence) -> None:
         """Forget a call whose caller has gone."""
         self._advance()
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-        elif sequence.is_running and any(each is sequence for _, _, each in self._ends):
-            self._ends = [entry for entry in self._ends if entry[2] is not sequence]
-            heapq.heapify(self._ends)
-            self._running -= 1
+        for queue in (self._waiting, self._reading):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._ends = [entry for entry in self._ends if entry[2] is not sequence]
+        heapq.heapify(self._ends)
         self._begin()
 
     def _completion(self, sequence: _Sequence) -> Completion:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import exp
 from random import Random
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from etude.config.recipe import RunConfig
 from etude.config.section import Section
@@ -33,7 +34,7 @@ from etude.run.roofline import DecodeStep, Rates, TrainingStep
 from etude.simulation.calibration import RunCalibration, TrainerTimes
 from etude.simulation.engine import EngineRates
 from etude.simulation.figures import HOUR_S, RunFigures
-from etude.simulation.run import RegionModel
+from etude.simulation.run import Lent, RegionModel
 from etude.simulation.workload import RolloutWork, Workload
 
 CACHE_BYTES = 2
@@ -43,6 +44,7 @@ MEMORY_SHARE = 0.9
 GROUPS = 64
 """Groups of rollouts that a workload is drawn as."""
 GIGABIT = 1e9 / 8
+DAY_H = 24.0
 
 
 class WorkloadShape(Section):
@@ -108,10 +110,33 @@ class PlannedRegion(Section):
 
     name: str
     engines: int = Field(ge=1)
+    lent_engines: int = Field(default=0, ge=0)
+    """Those of them that production lends, in the hours of ``lent``."""
+    lent: tuple[float, float] = (20.0, 8.0)
+    """Hours of the day, from and until."""
+    lent_usd_share: float = Field(default=1.0, ge=0)
+    """What they cost in these hours, as a share of their market's price."""
     rtt_ms: float = Field(default=0.0, ge=0)
     """From home; 0: it is home."""
     link_gbit_s: float = Field(default=10.0, gt=0)
     """From the store at home to the region's."""
+
+    @property
+    def paid_share(self) -> float:
+        """What its engines cost, as a share of the price of all of them all day."""
+        paid = (self.lent[1] - self.lent[0]) % DAY_H / DAY_H * self.lent_usd_share
+        return (self.engines - self.lent_engines * (1 - paid)) / self.engines
+
+    @model_validator(mode="after")
+    def _check_lent(self) -> Self:
+        begin, end = self.lent
+        if not (min(begin, end) >= 0 and max(begin, end) < DAY_H and begin != end):
+            raise ValueError("lent: expected two different hours from 0 to below 24")
+        if self.lent_engines >= self.engines:
+            raise ValueError(
+                f"lent_engines: {self.lent_engines} of {self.engines} engines leave none in the other hours"
+            )
+        return self
 
 
 class PricedPlan(Section):
@@ -176,16 +201,21 @@ class Fleet:
     @property
     def regions(self) -> tuple[RegionModel, ...]:
         """The regions for a simulation; a version is as long on its way as its bytes take."""
-        named = self.plan.regions or (PlannedRegion(name="home", engines=1),)
         return tuple(
             RegionModel(
                 name=region.name,
                 engines=engines,
                 rtt_s=region.rtt_ms / 1e3,
                 arrival_s=self.delta_bytes / (region.link_gbit_s * GIGABIT) if region.rtt_ms else 0.0,
+                lent=lent_of(region) if region.lent_engines else None,
             )
-            for region, engines in zip(named, self.engines, strict=True)
+            for region, engines in zip(self.planned, self.engines, strict=True)
         )
+
+    @property
+    def planned(self) -> tuple[PlannedRegion, ...]:
+        """The regions of the plan, or the one of a plan without."""
+        return self.plan.regions or (PlannedRegion(name="home", engines=1),)
 
     @property
     def remote_regions(self) -> int:
@@ -366,8 +396,10 @@ class Costs:
     @classmethod
     def of(cls, fleet: Fleet, figures: RunFigures) -> "Costs":
         """Raises :class:`~etude.errors.ConfigError` for a GPU without a price."""
+        paid = sum(engines * region.paid_share
+                   for region, engines in zip(fleet.planned, fleet.engines, strict=True))  # fmt: skip
         return cls(
-            engine_usd_h=fleet.sampling_gpus * gpu_price(fleet, fleet.plan.engine, fleet.plan.engine_market),
+            engine_usd_h=paid * fleet.engine_gpus * gpu_price(fleet, fleet.plan.engine, fleet.plan.engine_market),
             trainer_usd_h=fleet.ranks * gpu_price(fleet, fleet.plan.trainer, fleet.plan.trainer_market),
             egress_usd_step=fleet.remote_regions * fleet.delta_bytes / 1e9 * fleet.plan.assumptions.egress_usd_gb,
             step_s=figures.step_s,
@@ -382,6 +414,13 @@ class Costs:
     def usd_h(self) -> float:
         """Dollars of an hour."""
         return self.usd_step * HOUR_S / self.step_s
+
+
+def lent_of(region: PlannedRegion) -> Lent:
+    """The engines that production lends to a region."""
+    begin_s, end_s = (HOUR_S * hour for hour in region.lent)
+    share = region.lent_engines / region.engines
+    return Lent(share=share, day_s=HOUR_S * DAY_H, begin_s=begin_s, end_s=end_s)
 
 
 def gpu_price(fleet: Fleet, name: str, market: Market) -> float:

@@ -18,6 +18,7 @@ from etude.gateway.routing.router import EngineEntry, HealthLimits, Router
 from etude.protocols import SamplingParams, Session, turn_of
 from etude.rollouts.fake import FakeSessions, LoopClock
 from etude.simulation.engine import EngineRates, ModelledEngine, digest_of
+from etude.simulation.processors import Processors
 from etude.types import Turn
 
 CALL_TIMEOUT_S = 3600.0
@@ -30,10 +31,14 @@ RESEND_S = 0.25
 class ModelledRegion:
     """Sessions and engines of one region; implements :class:`~etude.rollouts.worker.SessionOpener`."""
 
-    def __init__(self, name: str, rates: EngineRates, *, engines: int, rtt_s: float, places: int) -> None:
-        """``places`` are the sessions that it may hold at a time, ``rtt_s`` the round trip from the rollouts."""
+    def __init__(
+        self, name: str, rates: EngineRates, *, engines: int, rtt_s: float, places: int, processors: Processors
+    ) -> None:
+        """``places`` are the sessions that it may hold at a time, ``rtt_s`` the round trip from the rollouts, and
+        ``processors`` those of its engines.
+        """
         self.name = name
-        self.engines = [ModelledEngine(rates) for _ in range(engines)]
+        self.engines = [ModelledEngine(rates, processors) for _ in range(engines)]
         self.is_cut = False
         self.stored = 0
         """Newest version in its store: what an engine that starts has."""

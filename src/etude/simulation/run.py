@@ -24,13 +24,13 @@ from etude.rollouts.regional_sessions import RegionalSessions
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.worker import SessionOpener
 from etude.simulation.calibration import RunCalibration
-from etude.simulation.figures import RunFigures
+from etude.simulation.processors import Processors
 from etude.simulation.region import ModelledRegion
 from etude.simulation.trainer import POLL_S, ModelledStore, ModelledTrainer
 from etude.simulation.workload import RolloutWork
-from etude.telemetry.events import EngineStats, Event, Logged, RolloutClosed, StepDone
+from etude.telemetry.events import EngineStats, Event, Logged, StepDone
 from etude.telemetry.log import EventLog, EventReader
-from etude.types import Case, FunctionChecks, RolloutStage, Split, Task
+from etude.types import Case, FunctionChecks, Split, Task
 
 REPORT_S = 0.05
 """Interval at which the rollouts process asks which version is served."""
@@ -38,8 +38,6 @@ STATS_S = 5.0
 """Interval at which an engine reports its load."""
 MEMORY = Path("/dev/shm")
 """A folder in memory, where there is one: a simulated ledger need not survive anything."""
-ROUNDS, DAMPING = 4, 0.7
-"""Simulations of a calibration, and the share of the lacking time that each puts on calls, which wait for engines."""
 GRADING = "grading_s"
 """Measure of a played session: the seconds that its grading takes."""
 CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=None),))
@@ -55,6 +53,31 @@ class RegionModel:
     """Round trip from home."""
     arrival_s: float = 0.0
     """From a version's publication until it is in the region's own store."""
+    lent: "Lent | None" = None
+    """Engines that are there at times; ``None``: all are always."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """Engines that production lends in a part of each day, in seconds."""
+
+    share: float
+    """Of the region's, below 1."""
+    day_s: float
+    begin_s: float
+    end_s: float
+    """Before ``begin_s`` where it is on the next day."""
+
+    def scaled(self, factor: float) -> "Lent":
+        """The same in a simulation whose seconds are so many times as long."""
+        day_s, begin_s, end_s = (seconds / factor for seconds in (self.day_s, self.begin_s, self.end_s))
+        return replace(self, day_s=day_s, begin_s=begin_s, end_s=end_s)
+
+    def left_s(self, now_s: float) -> tuple[bool, float]:
+        """Whether they are lent, and how long that stays so."""
+        at_s = now_s % self.day_s
+        to_begin_s, to_end_s = ((edge_s - at_s) % self.day_s or self.day_s for edge_s in (self.begin_s, self.end_s))
+        return to_end_s < to_begin_s, min(to_begin_s, to_end_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +102,9 @@ class SimulatedEvents:
         return max((count for _, count in self.sandboxes), default=0)
 
     @property
-    def model_s(self) -> float:
-        """Seconds that a turn waited for the model, in the mean."""
-        closed = [each.event for each in self.rollouts if isinstance(each.event, RolloutClosed)]
-        turns = sum(event.turns for event in closed)
-        return sum(event.stage_s.get(RolloutStage.MODEL, 0.0) for event in closed) / turns if turns else 0.0
+    def all(self) -> list[Logged]:
+        """All of them in order, as the events of a run are read."""
+        return sorted([*self.logged, *self.rollouts], key=lambda each: each.at_s)
 
 
 @final
@@ -108,6 +129,8 @@ class SimulatedRun:
         self._folder = folder
         self.random = Random(seed)
         engines = sum(model.engines for model in regions)
+        self.processors = Processors(calibration.cores)
+        """Of trainer, agents, graders and, on one machine, engines."""
         self.regions = {
             model.name: ModelledRegion(
                 model.name,
@@ -115,6 +138,7 @@ class SimulatedRun:
                 engines=model.engines,
                 rtt_s=model.rtt_s,
                 places=-(-config.rollouts.concurrency * model.engines // engines),
+                processors=self.processors if len(regions) == 1 else Processors(calibration.cores),
             )
             for model in regions
         }
@@ -156,7 +180,14 @@ class SimulatedRun:
     async def train(self, ledger: Ledger) -> None:
         """Be the trainer process."""
         write = self._writer("train")
-        trainer = ModelledTrainer(self.config, self._calibration.trainer, ledger=ledger, store=self.store, write=write)
+        trainer = ModelledTrainer(
+            self.config,
+            self._calibration.trainer,
+            ledger=ledger,
+            store=self.store,
+            processors=self.processors,
+            write=write,
+        )
         await trainer.run(poll_s=self._poll_s or POLL_S)
 
     async def roll(self, ledger: Ledger, events: EventLog, openers: Mapping[str, SessionOpener] | None = None) -> None:
@@ -188,8 +219,10 @@ class SimulatedRun:
 
     def start_background(self) -> None:
         """Start what is beside both processes: the polls of gateways, the reports of engines."""
-        for region in self.regions.values():
+        for name, region in self.regions.items():
             self._spawn(region.pool.watch())
+            if (lent := self._models[name].lent) is not None:
+                self._spawn(lend(region, lent))
         self._spawn(self._measure())
 
     async def stop_background(self) -> None:
@@ -268,15 +301,14 @@ class ModelledAgents:
         region = self._run.regions[session.session_id.partition("/")[0]]
         tokens, prompt_tokens = work.sampled_tokens // work.turns, work.prompt_tokens // work.turns
         for _ in range(work.turns):
-            await asyncio.sleep(self._run.call_s)
+            await self._run.processors.compute(self._run.call_s)
             await region.call(session, prompt_tokens=prompt_tokens, tokens=tokens)
-            await asyncio.sleep(work.tools_s / work.turns)
-            await sandbox.exec(["true"])  # a sign of life
+            await sandbox.exec([str(work.tools_s / work.turns)])
         return HarnessResult(reason="submit", counts={}, measures={GRADING: work.grading_s})
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """Grade one, one of two times as a success."""
-        await asyncio.sleep(result.measures[GRADING])
+        await self._run.processors.compute(result.measures[GRADING])
         return Grade(value=float(self._run.random.random() < 0.5), parts={})
 
     async def unused(self, task: Task, session: Session) -> str:
@@ -290,7 +322,11 @@ class ModelledSandboxes:
 
     def __init__(self, run: SimulatedRun) -> None:
         self._run = run
-        self.made = FakeSandboxes()
+        self.made = FakeSandboxes(on_exec=self._compute)
+
+    async def _compute(self, argv: Sequence[str]) -> None:
+        """Run the only command there is: the seconds that it takes."""
+        await self._run.processors.compute(float(argv[0]))
 
     def __len__(self) -> int:
         """Sandboxes that are open."""
@@ -298,8 +334,21 @@ class ModelledSandboxes:
 
     async def open(self, task: Task, *, gateway: str) -> FakeSandbox:
         """Make one."""
-        await asyncio.sleep(self._run.work(task).sandbox_s)
+        await self._run.processors.compute(self._run.work(task).sandbox_s)
         return await self.made.open(task, gateway=gateway)
+
+
+async def lend(region: ModelledRegion, lent: Lent) -> None:
+    """Let a region have fewer places while production has its engines, day after day.
+
+    Calls of an engine that is given back go on in others, token by token (``docs/deploying.md``).
+    """
+    rates = [engine.rates for engine in region.engines]
+    while True:
+        is_there, left_s = lent.left_s(LoopClock().now())
+        for engine, whole in zip(region.engines, rates, strict=True):
+            engine.change(whole if is_there else whole.with_places(1 - lent.share))
+        await asyncio.sleep(left_s)
 
 
 def draw_task(position: int) -> TaskDraw:
@@ -332,30 +381,6 @@ def simulate(
 
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="etude-plan-") as name:
         return run_virtually(main(Path(name)))
-
-
-def calibrate(
-    config: RunConfig, logged: Sequence[Logged], regions: Sequence[RegionModel], *, rounds: int = ROUNDS
-) -> RunCalibration:
-    """Fit all that is modelled to the events of a run of ``config``.
-
-    What one event does not tell is fitted by simulating that run: the engine's rates are scaled until it is as busy for
-    a step as it was, and each call is given the time by which turns waited longer than they do in the simulation.
-
-    Raises :class:`~etude.errors.UserError` where the run is too short.
-    """
-    calibration = RunCalibration.of_events(logged, max_running=config.engine.max_running)
-    measured = RunFigures.of_events(logged, skipped=skipped_steps(config))
-    for _ in range(rounds):
-        events = simulate(config, calibration, regions)
-        figures = RunFigures.of_events(events.logged, skipped=skipped_steps(config))
-        lacking_s = calibration.workload.model_s - events.model_s
-        calibration = replace(
-            calibration,
-            engine=calibration.engine.scaled(measured.engine_s / figures.engine_s),
-            call_s=max(0.0, calibration.call_s + DAMPING * lacking_s),
-        )
-    return calibration
 
 
 def skipped_steps(config: RunConfig) -> int:

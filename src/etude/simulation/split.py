@@ -13,17 +13,17 @@ several, so that a step takes :data:`STEP_S`: what production waits for by its o
 there, then counts for that much more.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.simulation.calibration import RunCalibration, TrainerTimes
-from etude.simulation.engine import EngineRates
+from etude.simulation.calibration import RunCalibration
 from etude.simulation.figures import FULL, HOUR_S, RunFigures
-from etude.simulation.priced import Fleet, gpu_price
+from etude.simulation.priced import DAY_H, Fleet, gpu_price
 from etude.simulation.run import SimulatedEvents, simulate, skipped_steps
-from etude.simulation.workload import RolloutWork, Workload
+from etude.simulation.workload import Workload
 
 MOST_ROLLOUTS = 64
 """Rollouts of a step that are simulated."""
@@ -51,8 +51,8 @@ class SmallFleet:
     """Seconds for one that is simulated."""
 
     @classmethod
-    def of(cls, fleet: Fleet) -> "SmallFleet":
-        """The fleet in the small; a small one is what it is."""
+    def of(cls, fleet: Fleet, hours: float | None = None) -> "SmallFleet":
+        """The fleet in the small, for so many hours of it or for a few steps; a small one is what it is."""
         rollouts, size = fleet.config.rollouts, fleet.config.rollouts.group_size
         groups = min(rollouts.groups_per_step, max(4, MOST_ROLLOUTS // size))
         factor = rollouts.groups_per_step / groups
@@ -68,11 +68,13 @@ class SmallFleet:
                 "max_resamples": 0,
             }
         )
-        steps = fleet.config.trainer.model_copy(update={"steps": STEPS + 2 * skipped_steps(fleet.config)})
-        second_s = max(1.0, least_step_s(fleet) / STEP_S)
+        least_s = least_step_s(fleet)
+        counted = STEPS if hours is None else max(STEPS, -(-hours * HOUR_S // least_s))
+        steps = fleet.config.trainer.model_copy(update={"steps": int(counted) + 2 * skipped_steps(fleet.config)})
+        second_s = max(1.0, least_s / STEP_S)
         in_the_small = replace(
             calibration,
-            engine=_fewer_places(calibration.engine, factor * sum(engines) / whole),
+            engine=calibration.engine.with_places(whole / (factor * sum(engines))),
             trainer=trainer,
             workload=merged,
             call_s=call_s,
@@ -95,58 +97,49 @@ def _merged(calibration: RunCalibration) -> tuple[Workload, float]:
     return Workload(few), calibration.call_s * turns / left
 
 
-def _fewer_places(engine: EngineRates, factor: float) -> EngineRates:
-    """The engine with so many times fewer places, of which each counts for that many."""
-    places = max(1, round(engine.max_running / factor))
-    each = engine.max_running / places
-    return EngineRates(
-        step_s=engine.step_s,
-        sequence_s=engine.sequence_s * each,
-        prompt_s=engine.prompt_s * factor,
-        max_running=places,
-    )
-
-
 def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
     """The same, with every time so many times shorter."""
-    trainer = calibration.trainer
-    groups = tuple(tuple(_faster_work(work, factor) for work in group) for group in calibration.workload.groups)
     return replace(
         calibration,
         engine=calibration.engine.scaled(1 / factor),
-        trainer=TrainerTimes(
-            fixed_s=trainer.fixed_s / factor,
-            token_s=trainer.token_s / factor,
-            save_s=trainer.save_s / factor,
-            publish_s=trainer.publish_s / factor,
-        ),
+        trainer=calibration.trainer.scaled(1 / factor),
         swap_s=calibration.swap_s / factor,
         call_s=calibration.call_s / factor,
-        workload=Workload(groups),
+        workload=calibration.workload.scaled(dict.fromkeys(("sandbox_s", "tools_s", "grading_s"), 1 / factor)),
     )
 
 
-def _faster_work(work: RolloutWork, factor: float) -> RolloutWork:
-    return replace(
-        work,
-        sandbox_s=work.sandbox_s / factor,
-        tools_s=work.tools_s / factor,
-        grading_s=work.grading_s / factor,
-    )
+def simulate_fleet(
+    fleet: Fleet, *, seed: int = 0, hours: float | None = None
+) -> tuple[RunFigures, SimulatedEvents, SmallFleet]:
+    """Figures of a fleet, the events of its simulation in the small, and how that was made.
 
-
-def simulate_fleet(fleet: Fleet, *, seed: int = 0) -> tuple[RunFigures, SimulatedEvents, float]:
-    """Figures of a fleet, the events of its simulation in the small, and how many times smaller that was."""
-    small = SmallFleet.of(fleet)
+    ``hours`` are simulated at least; ``None``: a few steps.
+    """
+    small = SmallFleet.of(fleet, hours)
     second_s = small.second_s
     regions = [
-        replace(region, engines=n, rtt_s=region.rtt_s / second_s, arrival_s=region.arrival_s / second_s)
+        replace(
+            region,
+            engines=n,
+            rtt_s=region.rtt_s / second_s,
+            arrival_s=region.arrival_s / second_s,
+            lent=region.lent and region.lent.scaled(second_s),
+        )
         for region, n in zip(fleet.regions, small.engines, strict=True)
     ]
     events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=POLL_S)
     figures = RunFigures.of_events(events.logged, skipped=skipped_steps(fleet.config))
     figures = replace(figures, step_s=figures.step_s * second_s, engine_s=figures.engine_s * second_s)
-    return figures, events, small.factor
+    return figures, events, small
+
+
+def steps_by_hour(events: SimulatedEvents, small: SmallFleet) -> dict[int, float]:
+    """Hour of the day → steps in such an hour, in the mean over the days that were simulated."""
+    ended_s = [each.at_s * small.second_s for each in events.steps]
+    days = -(-ended_s[-1] // (DAY_H * HOUR_S))
+    counts = Counter(int(at_s // HOUR_S % DAY_H) for at_s in ended_s)
+    return {hour: count / days for hour, count in sorted(counts.items())}
 
 
 def trainer_s(fleet: Fleet) -> float:
@@ -188,7 +181,7 @@ def parse_goal(text: str) -> Goal:
     raise ConfigError(f"--search {text!r}: expected steps=N or usd=N, each for an hour, such as steps=6")
 
 
-def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigures, SimulatedEvents, float]:
+def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigures, SimulatedEvents, SmallFleet]:
     """The split with the least money for so many steps an hour, or the most steps for so much money.
 
     Raises :class:`~etude.errors.ConfigError` for what cannot be had.
@@ -197,13 +190,13 @@ def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigure
     if not fleet.config.rollouts.max_staleness:
         raise ConfigError("--search needs rollouts.max_staleness of 1 or more: else both sides wait for each other")
     chosen = split_for(fleet, HOUR_S / value) if kind == "steps" else split_within(fleet, value)
-    figures, events, factor = simulate_fleet(chosen, seed=seed)
+    figures, events, small = simulate_fleet(chosen, seed=seed)
     for _ in range(ROUNDS):
         if kind == "usd" or figures.steps_per_hour >= value:
             break
         chosen = _larger(chosen, figures)
-        figures, events, factor = simulate_fleet(chosen, seed=seed)
-    return chosen, figures, events, factor
+        figures, events, small = simulate_fleet(chosen, seed=seed)
+    return chosen, figures, events, small
 
 
 def _larger(fleet: Fleet, figures: RunFigures) -> Fleet:

@@ -14,6 +14,7 @@ from typing import final
 from etude.config.recipe import RunConfig
 from etude.ledger.ledger import Ledger
 from etude.simulation.calibration import TrainerTimes
+from etude.simulation.processors import Processors
 from etude.telemetry.events import MOST_AGES, Event, StepDone
 from etude.types import Group
 
@@ -49,6 +50,7 @@ class ModelledTrainer:
         *,
         ledger: Ledger,
         store: ModelledStore,
+        processors: Processors,
         write: Callable[[Event], None],
     ) -> None:
         """``write`` takes its events."""
@@ -56,6 +58,7 @@ class ModelledTrainer:
         self._times = times
         self._ledger = ledger
         self._store = store
+        self._processors = processors
         self._write = write
 
     async def run(self, *, poll_s: float = POLL_S) -> None:
@@ -85,10 +88,9 @@ class ModelledTrainer:
         while (groups := self._ledger.claim_batch(step, self._config.rollouts.groups_per_step)) is None:
             await asyncio.sleep(poll_s)
         wait_s, ages = loop.time() - began_s, token_ages(groups, step - 1)
-        busy_s = self._times.step_s(sum(ages))
-        await asyncio.sleep(busy_s)
+        await self._processors.compute(self._times.step_s(sum(ages)))
         metrics = {
-            "busy_s": busy_s,
+            "busy_s": loop.time() - began_s - wait_s,
             "wait_s": wait_s,
             "staleness_tokens": float(sum(ages)),
             "staleness_max": float(max((age for age, count in enumerate(ages) if count), default=0)),

@@ -6,9 +6,10 @@ training as they did.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from random import Random
+from statistics import fmean
 from typing import Self
 
 from etude.errors import UserError
@@ -82,9 +83,21 @@ class Workload:
         return [work for group in self.groups for work in group]
 
     @property
-    def model_s(self) -> float:
-        """Recorded seconds that a turn waited for the model, in the mean."""
+    def wait_s(self) -> float:
+        """Seconds that a turn waited for the model, in the mean."""
         return sum(work.model_s for work in self.rollouts) / sum(work.turns for work in self.rollouts)
+
+    def mean(self, stage: str) -> float:
+        """The mean of a field of :class:`RolloutWork` over rollouts."""
+        return fmean(getattr(work, stage) for work in self.rollouts)
+
+    def scaled(self, factors: Mapping[str, float]) -> "Workload":
+        """The same with some fields of :class:`RolloutWork` multiplied, each by its factor."""
+        return Workload(tuple(tuple(_scaled(work, factors) for work in group) for group in self.groups))
+
+
+def _scaled(work: RolloutWork, factors: Mapping[str, float]) -> RolloutWork:
+    return replace(work, **{stage: factor * getattr(work, stage) for stage, factor in factors.items()})
 
 
 def _work(event: RolloutClosed, prompt_tokens: float) -> RolloutWork:

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from etude.cli.commands.plan_priced import load_plan
 from etude.config.loading import load_recipe
@@ -16,7 +17,7 @@ from etude.run.preflight import spec_of_recipe
 from etude.run.pretend import resolved_there
 from etude.run.roofline import DecodeStep, Rates
 from etude.simulation.figures import FULL, RunFigures
-from etude.simulation.priced import Costs, Fleet, PricedPlan, WorkloadShape, draw_workload
+from etude.simulation.priced import Costs, Fleet, PricedPlan, WorkloadShape, draw_workload, gpu_price
 from etude.simulation.split import (
     MOST_ROLLOUTS,
     SmallFleet,
@@ -91,6 +92,23 @@ def test_money_is_of_gpus_and_of_bytes_between_regions(spec: ModelSpec) -> None:
     assert costs.usd_step == pytest.approx(hourly * 100 / 3600 + costs.egress_usd_step)
     assert costs.usd_h == pytest.approx(36 * costs.usd_step)
     assert planned.regions[1].arrival_s == pytest.approx(delta_gb * 8 / 10)
+
+
+def test_lent_engines_cost_their_share_of_time_and_price(spec: ModelSpec) -> None:
+    regions = [
+        {"name": "home", "engines": 2},
+        {"name": "product", "engines": 5, "lent_engines": 4, "lent_usd_share": 0.5},
+    ]
+    plan = PricedPlan.model_validate({"regions": regions}, strict=False)
+    planned = fleet(spec, plan)
+    price = gpu_price(planned, "h100", "on_demand")
+    assert Costs.of(planned, FIGURES).engine_usd_h == pytest.approx((2 + 1 + 4 * 0.5 * 0.5) * price)
+    modelled = planned.regions[1].lent
+    assert modelled is not None and modelled.left_s(0.0) == (True, 8 * 3600.0)
+    assert modelled.share == 0.8
+    for mistake, message in (({"lent": [8, 8]}, "two different hours"), ({"lent_engines": 2}, "leave none")):
+        with pytest.raises(ValidationError, match=message):
+            PricedPlan.model_validate({"regions": [regions[0] | mistake]}, strict=False)
 
 
 def test_a_gpu_without_a_price_is_refused_and_one_of_your_own_is_taken(spec: ModelSpec) -> None:

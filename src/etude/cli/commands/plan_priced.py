@@ -26,7 +26,7 @@ from etude.run.pretend import resolved_there
 from etude.simulation.figures import HOUR_S, RunFigures, bottleneck
 from etude.simulation.priced import Costs, Fleet, PricedPlan
 from etude.simulation.run import SimulatedEvents
-from etude.simulation.split import Goal, engine_s, search, simulate_fleet, trainer_s
+from etude.simulation.split import Goal, engine_s, search, simulate_fleet, steps_by_hour, trainer_s
 from etude.types import Json
 
 
@@ -59,22 +59,28 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--hardware {str(file)!r} is no TOML: {error}") from error
 
 
-def show_priced(config: RunConfig, plan: PricedPlan, goal: Goal | None, seed: int, *, as_json: bool) -> None:
-    """Simulate a plan and print it; with a goal, the best split for it."""
+def show_priced(
+    config: RunConfig, plan: PricedPlan, goal: Goal | None, seed: int, *, hours: float | None, as_json: bool
+) -> None:
+    """Simulate a plan, for so many hours or a few steps, and print it; with a goal, the best split for it."""
     resolved = resolved_there(config)
     console = Console(stderr=as_json)
     with console.status("simulating"):
         fleet = Fleet.of(resolved, spec_of_recipe(resolved), plan)
         if goal is None:
-            figures, events, factor = simulate_fleet(fleet, seed=seed)
+            figures, events, small = simulate_fleet(fleet, seed=seed, hours=hours)
         else:
-            fleet, figures, events, factor = search(fleet, goal, seed=seed)
+            fleet, figures, events, small = search(fleet, goal, seed=seed)
+    factor, by_hour = small.factor, {} if hours is None else steps_by_hour(events, small)
     if as_json:
-        print(json.dumps(priced_json(fleet, figures, events, factor), indent=2))
+        hourly = {"steps_by_hour": {str(hour): round(steps, 2) for hour, steps in by_hour.items()}} if by_hour else {}
+        print(json.dumps(priced_json(fleet, figures, events, factor) | hourly, indent=2))
         return
     table = light_table("plan", "predicted", broken=["predicted"])
     for label, words in priced_rows(fleet, figures, events, factor):
         table.add_row(label, words)
+    if by_hour:
+        table.add_row("steps, by hour of day", ", ".join(f"{hour}h {steps:.1f}" for hour, steps in by_hour.items()))
     console.print(table)
     console.print(Text(" ".join(bottleneck(figures))), soft_wrap=True)
     for line in assumptions_of(fleet, factor):

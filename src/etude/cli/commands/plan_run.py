@@ -4,7 +4,10 @@ Owns options, table and page. What is simulated is :mod:`etude.simulation.run`'s
 """
 
 import json
+import math
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +29,8 @@ from etude.dashboard.terminal import DIM, light_table
 from etude.errors import ConfigError
 from etude.run.folder import RunFolder
 from etude.simulation.figures import RunFigures, bottleneck
-from etude.simulation.run import RegionModel, SimulatedEvents, calibrate, simulate, skipped_steps
+from etude.simulation.fit import calibrate
+from etude.simulation.run import RegionModel, SimulatedEvents, simulate, skipped_steps
 from etude.simulation.split import parse_goal
 from etude.telemetry.log import EventReader
 from etude.types import Json
@@ -63,11 +67,18 @@ def run(
     search: Annotated[
         str, typer.Option(metavar="steps=N|usd=N", help="The cheapest split for N steps, or the best for N $, an hour.")
     ] = "",
+    hours: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="With --hardware: so many, from midnight (default: a few steps)."),
+    ] = None,
     fleet: Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="The machines (default: one).")] = None,
     link: Annotated[
         list[str] | None,
         typer.Option("--link", metavar="REGION=MS[,S]", help="Its round trip, and the time a version takes there."),
     ] = None,
+    cores: Annotated[
+        int, typer.Option(min=0, help="Processors that all of a run on CPUs shares (default: those of this machine).")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0,
     page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of HTML there, too.")] = None,
     as_json: AsJson = False,
@@ -82,15 +93,23 @@ def run(
     if source is None:
         refuse({"--fleet": fleet, "--link": link, "--page": page}, "a file for --hardware has regions and links")
         goal = parse_goal(search) if search else None
-        show_priced(load_recipe(recipe, overrides), load_plan(hardware, assume or ()), goal, seed, as_json=as_json)
+        if goal is not None and hours is not None:
+            raise ConfigError("--search tries a few steps of each split: leave --hours out, and plan what it finds")
+        plan = load_plan(hardware, assume or ())
+        show_priced(load_recipe(recipe, overrides), plan, goal, seed, hours=hours, as_json=as_json)
         return
     refuse({"--assume": assume, "--search": search}, "a run says how fast all is, and not what it costs")
+    refuse({"--hours": hours}, "a plan from a run has that run's steps")
     config, folder = load_recipe(recipe, overrides), RunFolder.open(source, writes=False)
     regions = regions_of(config, fleet, link or ())
     console = Console(stderr=as_json)
     with console.status(f"calibrating by {source}"):
         recorded = folder.config()
-        calibration = calibrate(recorded, EventReader(folder.events).new(), regions_of(recorded, None, ()))
+        logged = sorted(EventReader(folder.events).new(), key=lambda each: each.at_s)
+        shared = shared_cores(recorded, cores)
+        calibration = calibrate(recorded, logged, regions_of(recorded, None, ()), cores=shared)
+        if fleet is not None:
+            calibration = replace(calibration, cores=math.inf)
     with console.status("simulating"):
         events = simulate(config, calibration, regions, seed=seed)
     figures = RunFigures.of_events(events.logged, skipped=skipped_steps(config))
@@ -100,6 +119,12 @@ def run(
         print(json.dumps(plan_json(figures, events), indent=2))
     else:
         draw(figures, events, console)
+
+
+def shared_cores(config: RunConfig, cores: int) -> float:
+    """The processors that trainer, engines, agents and graders of a recorded run shared; infinite where it had GPUs."""
+    on_cpus = "cpu" in (config.trainer.device, config.engine.device)
+    return float(cores or (len(os.sched_getaffinity(0)) if on_cpus else math.inf))
 
 
 def refuse(options: Mapping[str, object], why: str) -> None:

@@ -1,0 +1,95 @@
+"""What the events of a run do not tell by themselves, fitted by simulating that run until it goes as it went.
+
+    recorded events ──▶ calibration ──▶ simulation ──▶ seconds that its parts took ┐
+                            ▲                                                      ├─ recorded / simulated
+                            └──── each part's work, scaled ◀───────────────────────┘
+
+Recorded seconds are those that a part took, and where parts share processors that is more than there was to do: the
+work is what makes the simulated seconds equal the recorded ones.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from etude.config.recipe import RunConfig
+from etude.simulation.calibration import RunCalibration
+from etude.simulation.figures import RunFigures
+from etude.simulation.run import RegionModel, simulate, skipped_steps
+from etude.simulation.workload import Workload
+from etude.telemetry.events import Logged
+
+ROUNDS = 6
+"""Simulations of a calibration."""
+STEPS = 16
+"""Steps that each of them counts at most."""
+DAMPING = 0.7
+"""Power of each factor, and share of the lacking time that is put on calls: parts that share processors or engines slow
+each other down.
+"""
+STAGES = ("sandbox_s", "tools_s", "grading_s")
+"""Fields of :class:`~etude.simulation.workload.RolloutWork` that are work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSeconds:
+    """Seconds that the parts of a run took."""
+
+    engine_s: float
+    """Of all engines, for a step."""
+    trainer_s: float
+    """For a step."""
+    workload: Workload
+
+    @classmethod
+    def of_events(cls, logged: Sequence[Logged], *, skipped: int) -> Self:
+        """Of a real run or of a simulated one. Raises :class:`~etude.errors.UserError` where it is too short."""
+        figures = RunFigures.of_events(logged, skipped=skipped)
+        return cls(
+            engine_s=figures.engine_s,
+            trainer_s=figures.trainer_busy * figures.step_s,
+            workload=Workload.of_events(logged),
+        )
+
+
+def calibrate(
+    config: RunConfig,
+    logged: Sequence[Logged],
+    regions: Sequence[RegionModel],
+    *,
+    cores: float = math.inf,
+    rounds: int = ROUNDS,
+) -> RunCalibration:
+    """Fit all that is modelled to the events of a run of ``config``, in the order of time.
+
+    ``cores`` are the processors that all of its parts shared. Each call is given the time by which turns waited longer
+    than they do in the simulation. Raises :class:`~etude.errors.UserError` where the run is too short.
+    """
+    calibration = RunCalibration.of_events(logged, config.engine, cores=cores)
+    skipped = skipped_steps(config)
+    recorded = PartSeconds.of_events(logged, skipped=skipped)
+    steps = min(config.trainer.steps, STEPS + 2 * skipped)
+    short = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
+    for _ in range(rounds):
+        simulated = PartSeconds.of_events(simulate(short, calibration, regions).all, skipped=skipped)
+        calibration = _corrected(calibration, recorded, simulated)
+    return calibration
+
+
+def _corrected(calibration: RunCalibration, recorded: PartSeconds, simulated: PartSeconds) -> RunCalibration:
+    """The calibration whose simulation takes more nearly what was recorded."""
+    stages = {name: _factor(recorded.workload.mean(name), simulated.workload.mean(name)) for name in STAGES}
+    lacking_s = recorded.workload.wait_s - simulated.workload.wait_s
+    pace = min(1.0, calibration.workload.mean("tools_s") / (recorded.workload.mean("tools_s") or math.inf))
+    return replace(
+        calibration,
+        engine=calibration.engine.scaled(_factor(recorded.engine_s, simulated.engine_s)),
+        trainer=calibration.trainer.scaled(_factor(recorded.trainer_s, simulated.trainer_s)),
+        workload=calibration.workload.scaled(stages),
+        call_s=max(0.0, calibration.call_s + DAMPING * pace * lacking_s),
+    )
+
+
+def _factor(recorded_s: float, simulated_s: float) -> float:
+    return (recorded_s / simulated_s) ** DAMPING if recorded_s and simulated_s else 1.0
