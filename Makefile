@@ -6,8 +6,8 @@ ARGS ?=
 WORKERS ?= 3
 NAME ?= loop
 CYCLONEDX := 7.5.0
-# On two cores of an AMD EPYC virtual machine.
-TEST_MINUTES := 10
+# On two cores of a virtual machine, in CI.
+TEST_MINUTES := 21
 REST_MINUTES := 22
 
 SHELL := bash

@@ -50,6 +50,7 @@ OPERATIONS = "gateway"
 """Where a recipe says how its door is run: ports, keys, limits. Nothing of that decides what is learnt."""
 CLAIMS = {
     "quickstart": (0.60, 0.90),
+    "quickstart-large": (0.80, 0.95),
     "external-harness": (0.10, -0.05),
     "self-summary": (0.20, -0.02),
     "summaries": (0.18, 0.05),

@@ -8,6 +8,7 @@ What decides is not copied: it is the code of a run, unchanged. Two runs of one 
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -151,16 +152,17 @@ class SimulatedRun:
         self._occupied: list[tuple[float, int]] = []
         self._background: list[asyncio.Task[None]] = []
 
-    async def play(self) -> SimulatedEvents:
-        """Run all steps, each part once."""
+    async def play(self, *, until_s: float | None = None) -> SimulatedEvents:
+        """Run all steps, or those of so many seconds, each part once."""
         now = LoopClock().now
         with EventLog(self._folder / "events", "rollouts", now=now) as events, self.open_ledger() as ledger:
             self.start_background()
             try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self.roll(ledger, events))
-                    with self.open_ledger() as trainers:
-                        await self.train(trainers)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(until_s), asyncio.TaskGroup() as group:
+                        group.create_task(self.roll(ledger, events))
+                        with self.open_ledger() as trainers:
+                            await self.train(trainers)
             finally:
                 await self.stop_background()
         return self.events()
@@ -301,14 +303,14 @@ class ModelledAgents:
         region = self._run.regions[session.session_id.partition("/")[0]]
         tokens, prompt_tokens = work.sampled_tokens // work.turns, work.prompt_tokens // work.turns
         for _ in range(work.turns):
-            await self._run.processors.compute(self._run.call_s)
+            await self._run.processors.run(self._run.call_s)
             await region.call(session, prompt_tokens=prompt_tokens, tokens=tokens)
             await sandbox.exec([str(work.tools_s / work.turns)])
         return HarnessResult(reason="submit", counts={}, measures={GRADING: work.grading_s})
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """Grade one, one of two times as a success."""
-        await self._run.processors.compute(result.measures[GRADING])
+        await self._run.processors.run(result.measures[GRADING])
         return Grade(value=float(self._run.random.random() < 0.5), parts={})
 
     async def unused(self, task: Task, session: Session) -> str:
@@ -326,7 +328,7 @@ class ModelledSandboxes:
 
     async def _compute(self, argv: Sequence[str]) -> None:
         """Run the only command there is: the seconds that it takes."""
-        await self._run.processors.compute(float(argv[0]))
+        await self._run.processors.run(float(argv[0]))
 
     def __len__(self) -> int:
         """Sandboxes that are open."""
@@ -334,7 +336,7 @@ class ModelledSandboxes:
 
     async def open(self, task: Task, *, gateway: str) -> FakeSandbox:
         """Make one."""
-        await self._run.processors.compute(self._run.work(task).sandbox_s)
+        await self._run.processors.run(self._run.work(task).sandbox_s)
         return await self.made.open(task, gateway=gateway)
 
 
@@ -373,11 +375,15 @@ def simulate(
     *,
     seed: int = 0,
     poll_s: float | None = None,
+    until_s: float | None = None,
 ) -> SimulatedEvents:
-    """Run all steps of a recipe in virtual time; ``poll_s`` is as :class:`SimulatedRun` takes it."""
+    """Run all steps of a recipe in virtual time, or those of so many seconds of it; ``poll_s`` is as
+    :class:`SimulatedRun` takes it.
+    """
 
     async def main(folder: Path) -> SimulatedEvents:
-        return await SimulatedRun(config, calibration, regions, folder, seed=seed, poll_s=poll_s).play()
+        run = SimulatedRun(config, calibration, regions, folder, seed=seed, poll_s=poll_s)
+        return await run.play(until_s=until_s)
 
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="etude-plan-") as name:
         return run_virtually(main(Path(name)))

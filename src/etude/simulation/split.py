@@ -114,7 +114,7 @@ def simulate_fleet(
 ) -> tuple[RunFigures, SimulatedEvents, SmallFleet]:
     """Figures of a fleet, the events of its simulation in the small, and how that was made.
 
-    ``hours`` are simulated at least; ``None``: a few steps.
+    So many ``hours`` are simulated; ``None``: a few steps.
     """
     small = SmallFleet.of(fleet, hours)
     second_s = small.second_s
@@ -128,7 +128,8 @@ def simulate_fleet(
         )
         for region, n in zip(fleet.regions, small.engines, strict=True)
     ]
-    events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=POLL_S)
+    until_s = None if hours is None else hours * HOUR_S / second_s
+    events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=POLL_S, until_s=until_s)
     figures = RunFigures.of_events(events.logged, skipped=skipped_steps(fleet.config))
     figures = replace(figures, step_s=figures.step_s * second_s, engine_s=figures.engine_s * second_s)
     return figures, events, small

@@ -31,6 +31,20 @@ def test_parts_beyond_the_processors_slow_all_down() -> None:
     assert run_virtually(main()) == pytest.approx([3.0, 5.0, 5.0])
 
 
+def test_hundreds_of_commands_do_not_crowd_out_a_process() -> None:
+    async def main() -> tuple[float, float]:
+        processors, loop = Processors(2), asyncio.get_running_loop()
+        commands = [asyncio.create_task(processors.run(0.1)) for _ in range(100)]
+        await processors.compute(3.0)
+        process_s = loop.time()
+        await asyncio.gather(*commands)
+        return process_s, loop.time()
+
+    process_s, all_s = run_virtually(main())
+    assert process_s == pytest.approx(3.0 * 3 / 2)  # a process and two commands at a time, on two processors
+    assert all_s == pytest.approx((3.0 + 100 * 0.1) / 2)
+
+
 def test_a_part_that_gives_up_leaves_its_share_to_the_others() -> None:
     async def main() -> tuple[float, float]:
         processors = Processors(1)
