@@ -77,7 +77,7 @@ def _module(record: HistoryRecord) -> str:
 
 def test_each_history_says_what_its_tasks_were_proved_with(records: Sequence[HistoryRecord]) -> None:
     progress = read_progress(SUITE)
-    assert progress.keys() == {each.source for each in records}
+    assert progress.keys() >= {each.source for each in records}  # more: histories that made no task
     assert {each.base for each in progress.values()} == {"debian"}
     for package in {each.package for each in records}:
         pins = (SUITE / package / "requirements.txt").read_text().split()

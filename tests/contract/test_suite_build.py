@@ -12,12 +12,13 @@ from api_models import KEY, ApiModel, behind
 from etude.cli.commands.build_suite import refresh, today
 from etude.cli.main import main
 from etude.dashboard.suite_results import read_results
+from etude.taskgen.history import validator
 from etude.taskgen.history.progress import read_progress
 from etude.taskgen.history.records import RECORDS_FILE, HistoryRecord, read_records
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
 from etude.tasks.suites import read_retired, suite_of
 from etude.types import Split, TestChecks
-from histories import COMMITS, git, make_history
+from histories import COMMITS, HANGING, git, make_history
 from pytest_wheels import make_wheels
 
 Messages = Sequence[Mapping[str, Any]]
@@ -143,3 +144,15 @@ def test_a_suite_from_a_repository_to_its_refresh(tmp_path: Path, capsys: pytest
         assert memory["difference"]["value"] > 0.9
         assert main(command) == 0
     assert "2 tests finished: +" in capsys.readouterr().out
+
+
+def test_a_change_without_which_its_tests_do_not_end_costs_one_run_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validator, "RUN_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(validator.ChangeValidator, "_run", None)  # its parts are not run, which would take minutes
+    repository, suite = make_history(tmp_path / "tally", history=HANGING), tmp_path / "own"
+    assert main(["suite", "build", str(repository), "--out", str(suite)]) == 0
+    verdicts = [(verdict.path, verdict.outcome) for verdict in PackageFolder(suite / "tally").verdicts()]
+    assert verdicts == [(HANGING[1][0], "hangs")]
+    assert read_records(suite) == []

@@ -1,7 +1,7 @@
 """A git repository of a small package whose commits are of all sorts."""
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 START = {
@@ -43,14 +43,29 @@ COMMITS: list[tuple[str, Mapping[str, str]]] = [
 ]
 """Subject and files of each commit, in order; two of them are tasks."""
 
+ENDLESS = START["tally/__init__.py"].replace("return len(items)", "return sum(1 for _ in iter(lambda: 0, 1))")
+HANGING: list[tuple[str, Mapping[str, str]]] = [
+    ("Start", {**START, "tally/__init__.py": ENDLESS}),
+    (
+        "Counting comes to an end at last",
+        {
+            "tally/__init__.py": START["tally/__init__.py"],
+            "tests/test_count.py": START["tests/test_count.py"].replace("2", "3").replace("[1, ", "[0, 1, "),
+        },
+    ),
+]
+"""Likewise; without the last one its tests do not end."""
 
-def make_history(folder: Path, commits: int = len(COMMITS)) -> Path:
+
+def make_history(
+    folder: Path, commits: int | None = None, history: Sequence[tuple[str, Mapping[str, str]]] = COMMITS
+) -> Path:
     """Make the repository, or go on with it, up to so many commits."""
     folder.mkdir(exist_ok=True)
     if not (folder / ".git").exists():
         git(folder, "init", "--quiet", "-b", "main")
     done = git(folder, "rev-list", "--all").count("\n")
-    for subject, files in COMMITS[done:commits]:
+    for subject, files in history[done:commits]:
         for path, text in files.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")

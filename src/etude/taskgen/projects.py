@@ -28,6 +28,8 @@ NOT_PACKAGES = frozenset(
 NOT_MODULES = frozenset(
     {"setup.py", "conftest.py", "noxfile.py", "versioneer.py", "tasks.py", "fabfile.py", "prebuild.py"}
 )
+ONE_MODULE = frozenset({"test.py", "tests.py"})
+"""Names of a module with all tests, beside a package or in a folder of tests; elsewhere they may mean anything."""
 TEST_EXTRAS = ("test", "tests", "testing", "dev", "develop")
 """Names of extras and dependency groups for tests, the likeliest first."""
 REQUIREMENT_FILES = (
@@ -145,9 +147,11 @@ def read_project(files: Mapping[str, str]) -> Project:
 
 
 def is_test_file(path: str) -> bool:
-    """Return true if pytest collects tests from a file of this name."""
-    name = PurePosixPath(path).name
-    return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+    """Return true if pytest collects tests from a file of this name, some only if it is given the file itself."""
+    place = PurePosixPath(path)
+    if place.name in ONE_MODULE:
+        return place.parent.name in ("", "test", "tests")
+    return place.name.endswith(".py") and (place.name.startswith("test_") or place.name.endswith("_test.py"))
 
 
 def bare_name(requirement: str) -> str:
@@ -221,16 +225,21 @@ def _tests(
     if matches:
         return tuple(path.rstrip("/") for path in matches)
     if not test_files:
-        raise NoTestsError("no file is called test_*.py or *_test.py: tasks need tests that pytest can run")
+        raise NoTestsError(
+            "no file is called test_*.py or *_test.py, nor tests.py beside the package or in a folder of tests: tasks "
+            "need tests that pytest can run"
+        )
     folders = {str(PurePosixPath(path).parent) for path in test_files}
     tops = {
         folder
         for folder in folders
         if not any(PurePosixPath(other) in PurePosixPath(folder).parents for other in folders)
     }
+    unusual = {path for path in test_files if PurePosixPath(path).name in ONE_MODULE}
     if "." in folders:
-        return tuple(sorted(path for path in test_files if "/" not in path)) + tuple(sorted(folders - {"."}))
-    return tuple(sorted(tops))
+        unusual.update(path for path in test_files if "/" not in path)
+        return (*sorted(unusual), *sorted(folders - {"."}))
+    return (*sorted(tops), *sorted(unusual))
 
 
 def _requirements(

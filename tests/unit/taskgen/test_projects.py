@@ -84,6 +84,20 @@ def test_tests_inside_of_the_package_are_no_sources() -> None:
     assert not project.is_source("pkg/tests/test_a.py")
 
 
+@pytest.mark.parametrize(
+    ("path", "tests"),
+    [("test.py", ("test.py",)), ("pkg/tests/tests.py", ("pkg/tests", "pkg/tests/tests.py")), ("pkg/tests.py", ())],
+)
+def test_all_tests_in_one_module_are_run_by_its_name_where_it_can_be_nothing_else(
+    path: str, tests: tuple[str, ...]
+) -> None:
+    files = {"pkg/__init__.py": "", path: TEST, **({} if tests else {"test_pkg.py": TEST})}
+    project = read_project(files)
+    assert project.tests == (tests or ("test_pkg.py",))
+    assert project.is_source(path) is not bool(tests)
+    assert project.sources == ("pkg",)
+
+
 def test_what_is_no_project_is_refused_by_name() -> None:
     with pytest.raises(SourceError, match="no Python package among 2 files"):
         read_project({"main.go": "package main", "README.md": ""})

@@ -15,6 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -23,10 +24,12 @@ import tomli_w
 from etude.config.suite import SUITE_FILE
 from etude.dashboard.suite_results import SuiteResults
 from etude.errors import ConfigError, DamagedError
-from etude.protocols import SandboxProvider
+from etude.protocols import HarnessResult, SandboxProvider
+from etude.rewards.graders.answers import SUBMITTED
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
 from etude.sandbox_spec import Image
 from etude.sandboxes.images.store import ImageStore
+from etude.sandboxes.services import sandbox_spec
 from etude.taskgen.history.completions import LEAST_WORDS, HalfTest, half_tests
 from etude.taskgen.history.contamination import Traces, find_traces
 from etude.taskgen.history.progress import HistoryProgress, newest_tried, read_progress, write_progress
@@ -37,6 +40,7 @@ from etude.taskgen.history.validator import (
     ChangeTrees,
     ChangeValidator,
     Dependencies,
+    Grading,
     add_image,
     read_change,
     task_of,
@@ -253,8 +257,9 @@ async def _follow(
     store = ImageStore(out / IMAGES)
     await asyncio.to_thread(history.gather, (name for each in changes for name in (each.after, each.before)))
     needs, folder = await _prepare(history, changes[0].after, store, options, provider, say)
-    guarded = HiddenTestGrader(provider, store).guarded
-    validator = ChangeValidator(history, provider, store, folder, needs=needs, guarded=guarded)
+    grader = HiddenTestGrader(provider, store)
+    grading = Grading(guarded=grader.guarded, is_right=partial(_is_right, grader, provider, store))
+    validator = ChangeValidator(history, provider, store, folder, needs=needs, grading=grading)
     await _try_changes(validator, changes, folder, out, say)
     progress = read_progress(out)
     last, outcomes = progress.get(source), {each.candidate_id: each.outcome for each in folder.verdicts()}
@@ -266,6 +271,24 @@ async def _follow(
     since = f", the last time up to {last.newest} on {last.day}" if last else ""
     verdicts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     say(f"{source}: {len(changes)} changes{since}: {verdicts}")
+
+
+async def _is_right(
+    grader: HiddenTestGrader, provider: SandboxProvider, store: ImageStore, task: Task, files: Mapping[str, str]
+) -> bool:
+    """True if an agent that writes some files and submits would be graded as right.
+
+    Raises :class:`~etude.errors.SandboxError`.
+    """
+    assert task.environment is not None
+    sandbox = await provider.create({}, sandbox_spec(task.environment, store.open(task.environment.image)))
+    try:
+        for path, text in files.items():
+            await sandbox.write_file(path, text)
+        grade = await grader.grade(task, sandbox, HarnessResult(reason=SUBMITTED, counts={}))
+    finally:
+        await sandbox.close()
+    return grade.value == 1.0
 
 
 async def _prepare(

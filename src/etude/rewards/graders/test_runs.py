@@ -122,13 +122,16 @@ class _Module:
 def _modules(
     sources: Mapping[str, str], about: Sequence[str], telling: Collection[str], seen: Mapping[str, str]
 ) -> Iterator[tuple[str, _Module]]:
-    """The modules with their guarded tests; ``telling`` are names of tests that would tell what they are."""
+    """The modules with their guarded tests; ``telling`` are names of tests that would tell what they are, as would one
+    that runs the same function, inherited from the same class.
+    """
     for path in dict.fromkeys(map(module_of, about)):
         try:
             source = TestSource(sources[path])
         except (KeyError, ValueError):
             continue
         seen_texts = _texts(seen.get(path, ""))
+        shared = {source.definition_of(name_of(node)) for node in telling if module_of(node) == path}
         tests: dict[str, list[str]] = {}
         for node in about:
             definition = source.definition_of(name_of(node)) if module_of(node) == path else None
@@ -137,7 +140,7 @@ def _modules(
         order = [
             name
             for name in sorted(tests, key=source.line_of)
-            if source.text_of(name) not in seen_texts and not any(test_of(node) in telling for node in tests[name])
+            if source.text_of(name) not in seen_texts and name not in shared
         ]
         if order:
             yield path, _Module(source=source, tests={name: tuple(tests[name]) for name in order})

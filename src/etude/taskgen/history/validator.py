@@ -2,7 +2,7 @@
 
     change ──▶ proposals ──▶ image of the tree before ──▶ all tests, without and with the change: which tell?
                                                             └─▶ leaks? ──▶ the tests of each proposal, without and with
-                                        its part, twice each ──▶ proof ──▶ canaries possible? ──▶ task, record
+                     its part, twice each ──▶ proof ──▶ canaries possible? ──▶ graded as right? ──▶ task, record
 
 Consumes changes; produces a verdict for each proposal and tasks for some. Waits for sandboxes and runs of tests, each
 with a deadline. On shutdown sandboxes are closed; what has a verdict is on disk. Which tests count is decided in
@@ -43,13 +43,25 @@ from etude.types import Split, Task, TestChecks
 
 RUN_TIMEOUT_S = 180.0
 """For one run of a change's tests."""
+LEAST_TIMEOUT_S = 30.0
+"""For one run of a part's tests…"""
+PART_SLACK = 10.0
+"""…and so many times as long as those of the whole change took: what takes longer does not end."""
 ATTEMPTS = 2
 """Sandboxes in which a change is tried: tests come in another order and with another hash seed in each."""
 SANDBOX_TTL_S = 1800.0
 REPEATED = 0.5
 """Share of a change's lines that may stand elsewhere in its project before it, as idioms do."""
-Guarded = Callable[[Task], Awaitable[Collection[str]]]
-"""The tests of a task that a grader can guard with canaries, by node id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grading:
+    """What a grader makes of tasks. Both raise :class:`~etude.errors.SandboxError`."""
+
+    guarded: Callable[[Task], Awaitable[Collection[str]]]
+    """The tests of a task that it can guard with canaries, by node id."""
+    is_right: Callable[[Task, Mapping[str, str]], Awaitable[bool]]
+    """True if a task is done once some files are written, by path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +132,15 @@ class ChangeValidator:
         folder: PackageFolder,
         *,
         needs: Dependencies,
-        guarded: Guarded,
+        grading: Grading,
     ) -> None:
-        """``guarded`` asks what a grader can guard."""
+        """``grading`` is that by which its tasks will be graded."""
         self._history = history
         self._provider = provider
         self._store = store
         self._folder = folder
         self._needs = needs
-        self._guarded = guarded
+        self._grading = grading
 
     async def validate(self, change: Change) -> tuple[list[CandidateVerdict], list[HistoryRecord]]:
         """Try all that a change could be: a verdict for each, or one for the whole, and the records of what was kept.
@@ -169,6 +181,13 @@ class ChangeValidator:
         first = await self._observe(trees, image, both, names=names)
         if first[-1].ended == "timeout":  # of a busy machine, perhaps: nothing tells yet what the change does
             raise SandboxError(f"the tests of {trees.change.candidate_id} did not end within {RUN_TIMEOUT_S:g} s")
+        if first[0].ended == "timeout":  # nor would they in the sandbox of an agent that does nothing
+            detail = "without the change its tests do not end"
+            hanging = [
+                _verdict(trees.change, Rejection.HANGS, began_s, detail=detail, target=proposal.template)
+                for proposal in spoken_of
+            ]
+            return [*verdicts, *hanging], []
         made: list[tuple[HistoryRecord, Task, Slice]] = []
         parts: list[ChangePart] = []
         for proposal in spoken_of:
@@ -218,7 +237,7 @@ class ChangeValidator:
             pairs: list[tuple[Mapping[str, str | None], Sequence[str]]] = [(broken, every)]
             pairs += [({**part.slice.hidden, **part.slice.answer}, ids[part.proposal.name]) for part in parts]
             order = pairs if attempt % 2 == 0 else pairs[::-1]
-            runs = await self._observe(trees, image, order, attempt=attempt)
+            runs = await self._observe(trees, image, order, attempt=attempt, timeout_s=part_timeout_s(complete.seconds))
             before, *after = runs if attempt % 2 == 0 else runs[::-1]
             for part, run in zip(parts, after, strict=True):
                 part.broken.append(before)
@@ -236,8 +255,10 @@ class ChangeValidator:
         task = None if rejection else task_of(record, trees, part.slice, image)
         detail = ""
         try:
-            if task is not None and not await self._guarded(task):
+            if task is not None and not await self._grading.guarded(task):
                 rejection = Rejection.UNGUARDED
+            elif task is not None and not await self._grading.is_right(task, texts_of(part.slice)):
+                rejection, detail = Rejection.UNSOLVED, "the grader does not take the true change for right"
         except SandboxError as error:  # about these tests, as others of the change ran: it keeps its other tasks
             rejection, detail = Rejection.UNGUARDED, str(error)[:1000]
         target = part.proposal.template
@@ -255,21 +276,23 @@ class ChangeValidator:
         *,
         attempt: int = 0,
         names: frozenset[str] = frozenset(),
+        timeout_s: float = RUN_TIMEOUT_S,
     ) -> list[RunObservation]:
         """Run the changed tests over some files each, in one sandbox: those of some ids; or all of them, or those that
-        speak of some names.
+        speak of some names. ``timeout_s`` is for each run. Of ids only their modules are imported, as when a task is
+        graded: another one could fail and leave behind what these need.
         """
         texts, modules = trees.files.after, trees.files.tests(trees.project)
         named = {path: functions_naming(texts[path], names) for path in modules} if names - {""} else None
         steps = [
             TestRun(
-                targets=modules,
+                targets=modules if not ids else tuple(dict.fromkeys(place_of(test)[0] for test in ids)),
                 ids=None if ids is None else tuple(ids),
                 named=named,
                 others=2 * OTHERS,
                 seed=attempt,
                 files=files,
-                timeout_s=RUN_TIMEOUT_S,
+                timeout_s=timeout_s,
             )
             for files, ids in runs
         ]
@@ -295,6 +318,11 @@ class ChangeValidator:
         lines = RemovedIdentifiers(windows=new.windows, digests=new.digests)
         *_, tree = image.layers  # dependencies have no copy of the project: see installs.without_copies
         return next((str(leak) for leak in search(tree, lines, prefix="/")), "")
+
+
+def part_timeout_s(whole_s: float) -> float:
+    """The time for the tests of a part, by what those of the whole change took."""
+    return min(RUN_TIMEOUT_S, max(LEAST_TIMEOUT_S, PART_SLACK * whole_s))
 
 
 def read_change(history: History, change: Change, scratch: Path) -> ChangeTrees:

@@ -60,6 +60,16 @@ def test_what_passes_anyway_or_was_seen_has_no_canary() -> None:
     assert planner(1, seen=shown).guarded == GUARDED - {MUST_PASS[3]}
 
 
+def test_a_function_that_an_other_test_runs_too_has_no_canary() -> None:
+    """As the heirs of a class of tests do: what is changed for the one would fail the other."""
+    source = "class A:\n    def test_it(self):\n        assert f(self.x) == 1\n"
+    source += "    def test_more(self):\n        assert g() == 2\n"
+    nodes = ["a.py::B::test_it", "a.py::B::test_more", "a.py::A::test_it"]
+    made = HiddenTestPlanner({"a.py": source + "class B(A):\n    x = 2\n"}, nodes, 2, random.Random(1))
+    assert made.guarded == {"a.py::B::test_more"}
+    assert all("f(self.x) == 1" in made.mixed().files["a.py"] for _ in range(20))
+
+
 @pytest.mark.parametrize(("tests", "count"), [(1, 6), (2, 6), (3, 4), (4, 3), (12, 3), (60, 3)])
 def test_the_fewer_tests_the_more_papers(tests: int, count: int) -> None:
     text = "".join(f"def test_{number}():\n    assert f() == {number}\n\n" for number in range(tests))
