@@ -32,10 +32,10 @@ from etude.telemetry.events import Logged
 from etude.telemetry.log import EventReader
 from etude.types import Json
 
-KNOWN = "as calibrated"
+CALIBRATED = "as calibrated"
 CASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        KNOWN: (),
+        CALIBRATED: (),
         "on policy": ("rollouts.max_staleness=0",),
         "larger groups": ("rollouts.group_size=16", "rollouts.concurrency=256"),
         "two engines": ("engine.replicas=2",),
@@ -95,16 +95,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Json]:
     """Measure, and return the bench object."""
     started_s, chosen = time.perf_counter(), names(options.cases) or tuple(CASES)
-    if unknown := sorted(set(chosen) - set(CASES)):
-        raise UserError(f"--cases {unknown[0]}: there are {', '.join(CASES)}")
+    if strange := sorted(set(chosen) - set(CASES)):
+        raise UserError(f"--cases {strange[0]}: there are {', '.join(CASES)}")
     keys = (*options.set, f"trainer.steps={options.steps}")
     start = starting_from(prepared_start(load_recipe(options.recipe, options.set)))
     compared = list[Comparison]()
     with so_far() as state:
-        known = _run(options.recipe, (*keys, *start), options.out / "calibrated")
-        calibration = calibrate(known.config(), _events(known), _regions(known.config()), cores=_cores())
+        calibrated = _run(options.recipe, (*keys, *start), options.out / "calibrated")
+        calibration = calibrate(calibrated.config(), _events(calibrated), _regions(calibrated.config()), cores=_cores())
         for case in chosen:
-            ran = known
+            ran = calibrated
             if CASES[case]:
                 ran = _run(options.recipe, (*keys, *start, *CASES[case]), options.out / case.replace(" ", "-"))
             config, skipped = ran.config(), skipped_steps(ran.config())

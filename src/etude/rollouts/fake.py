@@ -125,7 +125,7 @@ class FakeSessions:
 
 
 OnExec: TypeAlias = Callable[[Sequence[str]], Awaitable[None]]
-"""What a fake sandbox does with a command."""
+"""A fake sandbox's own way to run a command."""
 
 
 class FakeSandbox:

@@ -24,7 +24,7 @@ import numpy as np
 
 from etude.errors import EngineUnavailable
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
-from etude.simulation.processors import Processors, Work
+from etude.simulation.processors import Processors, WorkTimer
 from etude.types import Finish, TokenIds
 
 NOT_A_TOKEN = 1e-6
@@ -32,7 +32,7 @@ NOT_A_TOKEN = 1e-6
 READ_S = 1e-9
 """Work of reading that counts as none, likewise."""
 STEP_TOKENS = 512
-"""What engines read of prompts beside one decode step, where nothing else is known."""
+"""Tokens of prompts that an engine reads beside one decode step, where nothing says how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class EngineRates:
 
     @property
     def chunk_s(self) -> float:
-        """What reading adds to a step."""
+        """Seconds that reading adds to a step."""
         return self.step_tokens * self.prompt_s
 
     def scaled(self, factor: float) -> "EngineRates":
@@ -111,11 +111,11 @@ class ModelledEngine:
     """Work up to then."""
     _is_busy: bool = False
     _ends: list[tuple[float, int, _Sequence]] = field(default_factory=list)
-    """What is decoded."""
+    """The sequences that are decoded, by their ends."""
     _reading: deque[_Sequence] = field(default_factory=deque)
     _waiting: deque[_Sequence] = field(default_factory=deque)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
-    _timer: Work | None = None
+    _timer: WorkTimer | None = None
     _swaps: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     """Tokens per sequence at which a version began to sample."""
 

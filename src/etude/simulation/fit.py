@@ -1,4 +1,4 @@
-"""What the events of a run do not tell by themselves, fitted by simulating that run until it goes as it went.
+"""The work of a run's parts, which its events do not tell, fitted by simulating it until it goes as it went.
 
     recorded events ──▶ calibration ──▶ simulation ──▶ seconds that its parts took ┐
                             ▲                                                      ├─ recorded / simulated
@@ -37,14 +37,14 @@ class PartSeconds:
     """Seconds that the parts of a run took."""
 
     engine_s: float
-    """Of all engines, for a step."""
+    """Seconds of all engines, for a step."""
     trainer_s: float
-    """For a step."""
+    """Seconds of the trainer, for a step."""
     workload: Workload
 
     @classmethod
     def of_events(cls, logged: Sequence[Logged], *, skipped: int) -> Self:
-        """Of a real run or of a simulated one. Raises :class:`~etude.errors.UserError` where it is too short."""
+        """Read a real run, or a simulated one. Raises :class:`~etude.errors.UserError` where it is too short."""
         figures = RunFigures.of_events(logged, skipped=skipped)
         return cls(
             engine_s=figures.engine_s,

@@ -115,7 +115,7 @@ class PlannedRegion(Section):
     lent: tuple[float, float] = (20.0, 8.0)
     """Hours of the day, from and until."""
     lent_usd_share: float = Field(default=1.0, ge=0)
-    """What they cost in these hours, as a share of their market's price."""
+    """Their price in these hours, as a share of their market's."""
     rtt_ms: float = Field(default=0.0, ge=0)
     """From home; 0: it is home."""
     link_gbit_s: float = Field(default=10.0, gt=0)
@@ -123,7 +123,7 @@ class PlannedRegion(Section):
 
     @property
     def paid_share(self) -> float:
-        """What its engines cost, as a share of the price of all of them all day."""
+        """The cost of its engines, as a share of the price of all of them all day."""
         paid = (self.lent[1] - self.lent[0]) % DAY_H / DAY_H * self.lent_usd_share
         return (self.engines - self.lent_engines * (1 - paid)) / self.engines
 
@@ -153,6 +153,11 @@ class PricedPlan(Section):
     """None: all engines are at home, as many as ``engine.replicas``."""
     gpus: dict[str, GpuSheet] = Field(default_factory=dict)
     """Your own, by name, over those that ship."""
+
+    @property
+    def places(self) -> tuple[PlannedRegion, ...]:
+        """The regions, or the one of a plan without."""
+        return self.regions or (PlannedRegion(name="home", engines=1),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,13 +214,8 @@ class Fleet:
                 arrival_s=self.delta_bytes / (region.link_gbit_s * GIGABIT) if region.rtt_ms else 0.0,
                 lent=lent_of(region) if region.lent_engines else None,
             )
-            for region, engines in zip(self.planned, self.engines, strict=True)
+            for region, engines in zip(self.plan.places, self.engines, strict=True)
         )
-
-    @property
-    def planned(self) -> tuple[PlannedRegion, ...]:
-        """The regions of the plan, or the one of a plan without."""
-        return self.plan.regions or (PlannedRegion(name="home", engines=1),)
 
     @property
     def remote_regions(self) -> int:
@@ -397,7 +397,7 @@ class Costs:
     def of(cls, fleet: Fleet, figures: RunFigures) -> "Costs":
         """Raises :class:`~etude.errors.ConfigError` for a GPU without a price."""
         paid = sum(engines * region.paid_share
-                   for region, engines in zip(fleet.planned, fleet.engines, strict=True))  # fmt: skip
+                   for region, engines in zip(fleet.plan.places, fleet.engines, strict=True))  # fmt: skip
         return cls(
             engine_usd_h=paid * fleet.engine_gpus * gpu_price(fleet, fleet.plan.engine, fleet.plan.engine_market),
             trainer_usd_h=fleet.ranks * gpu_price(fleet, fleet.plan.trainer, fleet.plan.trainer_market),

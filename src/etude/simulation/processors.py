@@ -20,7 +20,7 @@ ROUNDING_S = 1e-9
 
 
 @final
-class Work:
+class WorkTimer:
     """Something that is called when so much work is done."""
 
     __slots__ = ("callback", "is_cancelled")
@@ -35,7 +35,7 @@ class Work:
 
 
 @final
-class _Clock:
+class _WorkClock:
     """The work that each of a kind could do so far, and who waits for how much of it."""
 
     __slots__ = ("busy", "done_s", "ends")
@@ -43,7 +43,7 @@ class _Clock:
     def __init__(self) -> None:
         self.busy = 0
         self.done_s = 0.0
-        self.ends: list[tuple[float, int, Work]] = []
+        self.ends: list[tuple[float, int, WorkTimer]] = []
 
     def left_s(self) -> float:
         """Work until the next end."""
@@ -66,7 +66,7 @@ class Processors:
     def __init__(self, cores: float = math.inf) -> None:
         """``cores`` is infinite where all have a processor of their own: then work passes like time."""
         self._cores = cores
-        self._processes, self._commands = _Clock(), _Clock()
+        self._processes, self._commands = _WorkClock(), _WorkClock()
         self._at_s = 0.0
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
@@ -88,7 +88,7 @@ class Processors:
         """Let one fewer compute."""
         self._change(self._processes, -1)
 
-    def call_at(self, done_s: float, callback: Callable[[], None]) -> Work:
+    def call_at(self, done_s: float, callback: Callable[[], None]) -> WorkTimer:
         """Call back as soon as :meth:`done_s` is so much."""
         return self._call_at(self._processes, done_s, callback)
 
@@ -108,7 +108,7 @@ class Processors:
         process = min(1.0, self._cores / (processes + running)) if processes or commands else 1.0
         return process, process * running / commands if commands else process
 
-    async def _do(self, clock: _Clock, seconds: float) -> None:
+    async def _do(self, clock: _WorkClock, seconds: float) -> None:
         if seconds <= 0:
             return
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -120,14 +120,14 @@ class Processors:
             work.cancel()
             self._change(clock, -1)
 
-    def _call_at(self, clock: _Clock, done_s: float, callback: Callable[[], None]) -> Work:
+    def _call_at(self, clock: _WorkClock, done_s: float, callback: Callable[[], None]) -> WorkTimer:
         self.done_s()
-        work = Work(callback)
+        work = WorkTimer(callback)
         heapq.heappush(clock.ends, (done_s, next(self._numbers), work))
         self._set_timer()
         return work
 
-    def _change(self, clock: _Clock, by: int) -> None:
+    def _change(self, clock: _WorkClock, by: int) -> None:
         self.done_s()
         before = self._paces
         clock.busy += by

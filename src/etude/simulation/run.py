@@ -63,7 +63,7 @@ class Lent:
     """Engines that production lends in a part of each day, in seconds."""
 
     share: float
-    """Of the region's, below 1."""
+    """Share of the region's engines, below 1."""
     day_s: float
     begin_s: float
     end_s: float
@@ -75,7 +75,7 @@ class Lent:
         return replace(self, day_s=day_s, begin_s=begin_s, end_s=end_s)
 
     def left_s(self, now_s: float) -> tuple[bool, float]:
-        """Whether they are lent, and how long that stays so."""
+        """True where they are lent, and how long that stays so."""
         at_s = now_s % self.day_s
         to_begin_s, to_end_s = ((edge_s - at_s) % self.day_s or self.day_s for edge_s in (self.begin_s, self.end_s))
         return to_end_s < to_begin_s, min(to_begin_s, to_end_s)
@@ -131,7 +131,7 @@ class SimulatedRun:
         self.random = Random(seed)
         engines = sum(model.engines for model in regions)
         self.processors = Processors(calibration.cores)
-        """Of trainer, agents, graders and, on one machine, engines."""
+        """Those that trainer, agents, graders and, on one machine, engines share."""
         self.regions = {
             model.name: ModelledRegion(
                 model.name,
@@ -158,14 +158,17 @@ class SimulatedRun:
         with EventLog(self._folder / "events", "rollouts", now=now) as events, self.open_ledger() as ledger:
             self.start_background()
             try:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(until_s), asyncio.TaskGroup() as group:
-                        group.create_task(self.roll(ledger, events))
-                        with self.open_ledger() as trainers:
-                            await self.train(trainers)
+                await self._take_steps(ledger, events, until_s)
             finally:
                 await self.stop_background()
         return self.events()
+
+    async def _take_steps(self, ledger: Ledger, events: EventLog, until_s: float | None) -> None:
+        """Be trainer and rollouts process, to the last step or so long."""
+        with suppress(TimeoutError), self.open_ledger() as trainers:
+            async with asyncio.timeout(until_s), asyncio.TaskGroup() as group:
+                group.create_task(self.roll(ledger, events))
+                await self.train(trainers)
 
     def events(self) -> SimulatedEvents:
         """Events up to now."""
