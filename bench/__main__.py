@@ -58,6 +58,7 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "simulation.bench",
             "seeded faults in virtual time, over the code of production: violations, and planted bugs that are found",
         ),
+        "soak": ("simulation.soak", "many hours of a run under fire in virtual time: memory, handles, tasks that grow"),
         "faults": ("faults.bench", "a thousand faults in short runs: what is lost, doubled or wrongly scored"),
     }
 )

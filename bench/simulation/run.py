@@ -46,6 +46,19 @@ of what a simulated run costs.
 LONGEST_S = 240.0
 """Virtual time in which a run has to end: several times what the slowest of a thousand seeds took."""
 MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How closely a run is looked at, and when it counts as stuck."""
+
+    look_s: float = LOOK_S
+    poll_s: float = POLL_S
+    longest_s: float = LONGEST_S
+
+
+EVERY_EVENT = Pace()
+"""The pace of short runs."""
 LEASES = "SELECT name, holder, token, beats FROM leases"
 PLACE = "machine"
 """Holder of all leases: a process that is started again has the name of the one before."""
@@ -70,9 +83,10 @@ class Outcome:
 class FaultyRun:
     """One scenario, played in the time of the running loop."""
 
-    def __init__(self, scenario: Scenario, folder: Path, ledger: Path) -> None:
+    def __init__(self, scenario: Scenario, folder: Path, ledger: Path, pace: Pace = EVERY_EVENT) -> None:
         """``ledger`` is an empty one, which is copied."""
         self._scenario = scenario
+        self._pace = pace
         self._folder = folder
         shutil.copy(ledger, folder / "ledger.db")
         self._run = SimulatedRun(
@@ -81,7 +95,7 @@ class FaultyRun:
             scenario.regions,
             folder,
             seed=scenario.seed,
-            poll_s=POLL_S,
+            poll_s=pace.poll_s,
         )
         self._server = LedgerServer()
         self._published: list[int] = []
@@ -112,10 +126,20 @@ class FaultyRun:
             seed=self._scenario.seed,
             violations=tuple(dict.fromkeys(self._violations)),
             injected=tuple(self._injector.injected),
-            restarts=sum(process.restarts for process in self._processes),
+            restarts=self.restarts,
             seconds=seconds,
             digest=self._digest(),
         )
+
+    @property
+    def newest(self) -> int:
+        """The newest version."""
+        return self._run.store.newest
+
+    @property
+    def restarts(self) -> int:
+        """How often a process was started again."""
+        return sum(process.restarts for process in self._processes)
 
     # ── its processes ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -126,12 +150,12 @@ class FaultyRun:
     async def _supervise_all(self, db: sqlite3.Connection) -> None:
         """Until all have ended by themselves, or one with a bug, or it takes too long."""
         works = [asyncio.ensure_future(process.supervise()) for process in self._processes]
-        done, late = await asyncio.wait(works, timeout=LONGEST_S, return_when=asyncio.FIRST_EXCEPTION)
+        done, late = await asyncio.wait(works, timeout=self._pace.longest_s, return_when=asyncio.FIRST_EXCEPTION)
         crashes = [error for work in done if (error := work.exception()) is not None]
         for error in crashes:
             self._note(Rule.CRASHED, f"{type(error).__name__}: {error}")
         if late and not crashes:
-            self._note(Rule.STUCK, f"no end within {LONGEST_S:g} s; {self._progress(db)}")
+            self._note(Rule.STUCK, f"no end within {self._pace.longest_s:g} s; {self._progress(db)}")
         for work in late:
             work.cancel()
         await asyncio.gather(*late, return_exceptions=True)
@@ -188,7 +212,7 @@ class FaultyRun:
 
     async def _look(self, db: sqlite3.Connection, view: RunView) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._pace.look_s)
             before, view = view, self._view(db)
             self._violations += between(before, view, self._scenario.config)
 

@@ -44,6 +44,7 @@ def main() -> int:
         "commit": source_commit(),
         "date": date_utc(),
         "seconds": round(time.monotonic() - started_s, 1),
+        "processor_s": round(time.process_time(), 1),  # without the children of native targets
         "seed": options.seed,
         "executions": sum(run.executions for run in runs.values()),
         "findings": sum(len(run.findings) for run in runs.values()),

@@ -8,9 +8,13 @@ import resource
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from random import Random
 from types import TracebackType
+from typing import Any, TypeAlias
 
 from tests.fuzz.mutation import mutate
 
@@ -22,6 +26,15 @@ MOST_POOL = 2000
 """Inputs that others are made of."""
 
 
+HANGS_S = 120
+"""Time after which a child is ended: processor time may be scarce."""
+
+FORK = get_context("fork")
+_Pipe: TypeAlias = "Connection[Any, Any]"
+_Outcome: TypeAlias = tuple[str, bool, dict[str, str]]
+"""How an input ended, whether with a result, and what was wrong: kind or place → words."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """A reader of bytes from outside."""
@@ -31,6 +44,8 @@ class Target:
     """Errors by which it says, as documented, that an input is none."""
     saved: tuple[str, ...] = ()
     """Patterns of the files of a saved run that are such inputs."""
+    native: bool = False
+    """True if it calls a library that may end the process: inputs are read in a child."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +68,11 @@ class Fuzzing:
     """Executions that ended with a result."""
     findings: dict[str, Finding] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
+    _child: "_Child | None" = None
+
+    def __post_init__(self) -> None:
+        if self.target.native:
+            self._child = _Child(self.target)
 
     def step(self) -> None:
         """Try one input."""
@@ -63,22 +83,10 @@ class Fuzzing:
     def attempt(self, data: bytes) -> bool:
         """Try an input; returns whether it ended as none did before."""
         self.executions += 1
-        started_s, peak_kib = time.process_time(), _peak_kib()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.target.read(data)
-            end = "result"
-            self.accepted += 1
-        except self.target.errors as error:
-            end = _end(error)
-        except Exception as error:  # noqa: BLE001  # what it does not name is the finding
-            end = _end(error)
-            self.findings.setdefault(end, Finding(data=data, fault=f"{end}: {error!s:.200}"))
-        if (seconds := time.process_time() - started_s) > SLOW_S:
-            self.findings.setdefault("slow", Finding(data=data, fault=f"it takes {seconds:.1f} s"))
-        if (grown_kib := _peak_kib() - peak_kib) > MOST_KIB:
-            self.findings.setdefault("memory", Finding(data=data, fault=f"it takes {grown_kib >> 10} MiB"))
+        end, accepted, faults = self._child.read(data) if self._child else _read(self.target, data)
+        self.accepted += accepted
+        for place, fault in faults.items():
+            self.findings.setdefault(place, Finding(data=data, fault=fault))
         if end in self._seen:
             return False
         self._seen.add(end)
@@ -93,6 +101,64 @@ def fuzz(target: Target, seeds: Sequence[bytes], executions: int, seed: int = 0)
     for _ in range(executions):
         fuzzing.step()
     return fuzzing
+
+
+class _Child:
+    """A process that reads inputs for a target, and another one when it has died of one."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._start()
+
+    def _start(self) -> None:
+        self._ours, theirs = FORK.Pipe()
+        self._process = FORK.Process(target=_serve, args=(self._target, self._ours, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def read(self, data: bytes) -> _Outcome:
+        """How an input ends; its death is one way."""
+        self._ours.send_bytes(data)
+        with suppress(EOFError, ConnectionResetError):
+            if self._ours.poll(HANGS_S):
+                outcome: _Outcome = self._ours.recv()
+                return outcome
+            self._process.kill()
+        self._process.join()
+        self._ours.close()
+        end = f"its process ends with {self._process.exitcode}"
+        self._start()
+        return end, False, {end: end}
+
+
+def _serve(target: Target, theirs: _Pipe, ours: _Pipe) -> None:
+    """Read inputs for as long as the parent has the other end."""
+    theirs.close()
+    with suppress(EOFError):
+        while True:
+            ours.send(_read(target, ours.recv_bytes()))
+
+
+def _read(target: Target, data: bytes) -> _Outcome:
+    started_s, peak_kib = time.process_time(), _peak_kib()
+    accepted, faults = False, {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            target.read(data)
+        end, accepted = "result", True
+    except target.errors as error:
+        end = _end(error)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001  # what it does not name is the finding, a library's panic, too
+        end = _end(error)
+        faults[end] = f"{end}: {error!s:.200}"
+    if (seconds := time.process_time() - started_s) > SLOW_S:
+        faults["slow"] = f"it takes {seconds:.1f} s"
+    if (grown_kib := _peak_kib() - peak_kib) > MOST_KIB:
+        faults["memory"] = f"it takes {grown_kib >> 10} MiB"
+    return end, accepted, faults
 
 
 def _peak_kib() -> int:

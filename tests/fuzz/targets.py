@@ -89,6 +89,7 @@ from etude.tinker.messages import decode_batch
 from etude.tokens.argument_values import read_object
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.grammars import GRAMMARS
+from etude.tokens.jinja import load_format
 from etude.tokens.messages import Tool
 from etude.tokens.reader import read_text
 from etude.tokens.templates import JinjaTemplate
@@ -238,6 +239,13 @@ def _template(source: str) -> object:
     return template.render(spoken, [{"type": "function", "function": {"name": "edit"}}], opening=True)
 
 
+def _chat_format(place: Path) -> object:
+    """The chat format of a stranger's checkpoint with a plain template, up to the ids of a text."""
+    settings = {"eos_token": "<|end|>", "chat_template": "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"}
+    (place / "tokenizer_config.json").write_bytes(orjson.dumps(settings))
+    return load_format(place).encode("a word, 12 é")
+
+
 def _grammar(grammar: Grammar) -> Target:
     marks = ReplyMarks(grammar=grammar)
     return Target(read=texts(lambda reply: read_text(reply, marks, [TOOL])))
@@ -359,7 +367,16 @@ REPLIES = {
 MODELS = {
     "chat template": Target(read=texts(_template), errors=(DamagedError, ValueError)),
     "tokenizer": Target(
-        read=folder("tokenizer.json", ChatTemplate.load), errors=(DamagedError,), saved=("run/model/tokenizer.json",)
+        read=folder("tokenizer.json", ChatTemplate.load),
+        errors=(DamagedError,),
+        saved=("run/model/tokenizer.json",),
+        native=True,
+    ),
+    "chat format": Target(
+        read=folder("tokenizer.json", _chat_format),
+        errors=(DamagedError,),
+        saved=("run/model/tokenizer.json",),
+        native=True,
     ),
     "model config": Target(
         read=folder("config.json", load_spec), errors=(DamagedError, UserError), saved=("run/model/config.json",)

@@ -1,5 +1,6 @@
 """Every reader of foreign bytes gives a result or one of its own errors: a short run of `python -m tests.fuzz`."""
 
+import signal
 from random import Random
 
 import pytest
@@ -34,6 +35,20 @@ def test_an_error_of_another_kind_is_a_finding_once_for_each_place() -> None:
     run = fuzz(Target(read=read, errors=(ValueError,)), [b"1", b"[1]"], 300)
     assert [finding.fault.partition(" ")[0] for finding in run.findings.values()] == ["KeyError"]
     assert 0 < run.accepted < run.executions == 302
+
+
+def test_an_input_that_ends_the_process_is_a_finding_and_not_the_end() -> None:
+    def read(data: bytes) -> int:
+        if data.startswith(b"["):
+            signal.raise_signal(signal.SIGKILL)
+        return int(data)
+
+    run = fuzz(Target(read=read, errors=(ValueError,), native=True), [b"1", b"[1]", b"[2]", b"2"], 20)
+    assert [(finding.data, finding.fault) for finding in run.findings.values()] == [
+        (b"[1]", f"its process ends with {-signal.SIGKILL}")
+    ]
+    assert run.accepted >= 2
+    assert run.executions == 24
 
 
 def test_the_same_seed_makes_the_same_inputs() -> None:

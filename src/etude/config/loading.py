@@ -86,7 +86,7 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any]
         raise ConfigError(
             f"no recipe at {str(path)!r}: expected a TOML file, a folder with {RUN_FILE} in it, or a name of {names}"
         )
-    tree = _read_toml(file)
+    tree = read_toml(file)
     for override in overrides:
         apply_override(tree, override)
     _read_files(tree, file)
@@ -114,7 +114,7 @@ def load_fleet(path: Path) -> FleetConfig:
     """Read a fleet. Raises :class:`~etude.errors.ConfigError` naming the key, the value and the fix."""
     if not path.is_file():
         raise ConfigError(f"no fleet at {str(path)!r}: expected a TOML file; examples/fleet has some to begin with")
-    tree = _read_toml(path)
+    tree = read_toml(path)
     if isinstance(tree.get("launcher"), str):
         tree["launcher"] = plugins.absolute(tree["launcher"], path.parent)
     return _parse(tree, FleetConfig, source=str(path))
@@ -128,7 +128,7 @@ def load_suite(folder: Path) -> SuiteFile:
     file = folder / SUITE_FILE
     if not file.is_file():
         raise ConfigError(f"no suite at {str(folder)!r}: expected a folder with {SUITE_FILE} in it")
-    tree = _read_toml(file)
+    tree = read_toml(file)
     _read_files(tree, file)
     tasks = tree.get("tasks")
     if isinstance(tasks, dict):
@@ -139,9 +139,12 @@ def load_suite(folder: Path) -> SuiteFile:
     return _parse(tree, SuiteFile, source=str(file))
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
+def read_toml(file: Path) -> dict[str, Any]:
+    """The values of a TOML file. Raises :class:`~etude.errors.ConfigError`."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
 

@@ -24,7 +24,7 @@ from etude.tokens.grammars import HERMES
 from etude.tokens.messages import NO_KWARGS, ChatMessage, TemplateKwargs, Tool, ToolCall, UnreadKwargs
 from etude.tokens.reader import IncrementalReader
 from etude.tokens.toolcalls import ReplyMarks
-from etude.tokens.vocabulary import Spelling
+from etude.tokens.vocabulary import Spelling, check_tokenizer
 from etude.tokens.word_cache import WordCache, word_splitter
 from etude.types import Json, TokenIds
 
@@ -187,14 +187,22 @@ def check_kwargs(kwargs: TemplateKwargs, reads: Collection[str]) -> None:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The ``tokenizer.json`` of a checkpoint folder. Raises :class:`~etude.errors.DamagedError`."""
+    """The ``tokenizer.json`` of a checkpoint folder, for whole texts: nothing is cut off or padded.
+
+    Raises :class:`~etude.errors.DamagedError`.
+    """
     file = folder / "tokenizer.json"
     try:
-        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        check_tokenizer(text)
+        tokenizer = Tokenizer.from_str(text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of tokenizers is no Exception
         raise DamagedError(f"{file} is missing or not a tokenizer: {error}") from error
+    return tokenizer
 
 
 def described(tool: Tool) -> dict[str, Json]:

@@ -100,8 +100,6 @@ class Checkpoint:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read the files of a checkpoint. Raises :class:`~etude.errors.DamagedError` naming the one at fault."""
     tokenizer = read_tokenizer(folder)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     settings = _read_object(folder / "tokenizer_config.json")
     templates = _read_templates(folder, settings.get("chat_template"))
     if DEFAULT not in templates:

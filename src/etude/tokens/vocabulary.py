@@ -27,8 +27,43 @@ NONCE_DIGITS = 40
 """Length of a stand-in: 132 bits, not to be guessed by a message's author. Digits survive every filter that a
 template may put text through: JSON, case, trimming.
 """
+MOST_IDS = 1 << 22
+"""Token ids that a tokenizer may have, 16 times those of the largest there are: tables are made for all of them."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """SentencePiece's spelling of a byte that no token covers."""
+
+
+def check_tokenizer(text: str) -> None:
+    """Raise ``ValueError`` for a ``tokenizer.json`` that its library would die of instead of refusing it.
+
+    That is an id for which it makes a table of gigabytes, and a prefix of subwords that merges do not have: it takes as
+    many bytes off them, and half a character ends the process. No name may be there twice, so that both see the same.
+    """
+    spec: Json = json.loads(text, object_pairs_hook=_unique)
+    model = spec.get("model") if isinstance(spec, dict) else None
+    if not isinstance(spec, dict) or not isinstance(model, dict):
+        raise ValueError("it has no object named model")
+    vocab, merges, prefix = model.get("vocab"), model.get("merges"), model.get("continuing_subword_prefix")
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    ids += [token.get("id") for token in _objects(spec.get("added_tokens"))]
+    for index in ids:
+        if not isinstance(index, int) or not 0 <= index < MOST_IDS:
+            raise ValueError(f"a token's id is {index!r}: expected a whole number below {MOST_IDS}")
+    if not isinstance(prefix, str) or not prefix or not isinstance(merges, list):
+        return
+    for merge in merges:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        second = parts[-1] if isinstance(parts, list) and parts else None
+        if not isinstance(second, str) or not second.startswith(prefix):
+            raise ValueError(f"the merge {merge!r} is of a subword without continuing_subword_prefix, {prefix!r}")
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """An object of JSON."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("it names something twice in one object")
+    return value
 
 
 class Spelling:

@@ -1,5 +1,6 @@
 """The chat template: exact, extendable, and closed to forged turns."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,37 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DamagedError, match="tokenizer"):
         ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ('"<|pad|>": 0', f'"<|pad|>": {1 << 28}', "id is 268435456: expected a whole number below 4194304"),
+        ('"id": 0', f'"id": {1 << 40}', "id is 1099511627776"),
+        ('"id": 0', '"id": -1', "id is -1"),
+        ('"continuing_subword_prefix": null', '"continuing_subword_prefix": "#"', "without continuing_subword_prefix"),
+        ('"model": {', '"model": {"vocab": {}, ', "twice"),
+        ('"model": {', '"modal": {', "no object named model"),
+    ],
+)
+def test_a_tokenizer_that_its_library_would_die_of_is_named(tmp_path: Path, part: str, change: str, words: str) -> None:
+    CHAT.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    text = json.dumps(json.loads(file.read_text()))
+    assert part in text
+    file.write_text(text.replace(part, change))
+    with pytest.raises(DamagedError, match=f"{file} .*{words}"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_texts_are_encoded_whole_whatever_the_file_says(tmp_path: Path) -> None:
+    CHAT.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 5}
+    pad: dict[str, Any] = {"strategy": {"Fixed": 1 << 30}, "direction": "Right", "pad_to_multiple_of": None}
+    pad |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": cut, "padding": pad}))
+    assert ChatTemplate.load(tmp_path).encode(TEXTS[0]) == CHAT.encode(TEXTS[0])
 
 
 TOOL = Tool(name="read", description="Show a file's lines", parameters={"type": "object"})

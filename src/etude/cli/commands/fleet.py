@@ -53,8 +53,8 @@ def render(
     files = (render_manifests if kind == "kubernetes" else render_sbatch)(
         plan_phases(config, machines, url), plan_loop(config, machines, url), machines, run_id(url)
     )
-    out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(text, encoding="utf-8")
         print(out / name)
 

@@ -5,7 +5,6 @@ Owns how the plan's file is read and how figures are shown; what is computed is 
 """
 
 import json
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from etude.config.loading import apply_override
+from etude.config.loading import apply_override, read_toml
 from etude.config.recipe import RunConfig
 from etude.config.section import Section
 from etude.dashboard import formatting
@@ -48,15 +47,9 @@ def load_plan(hardware: str, assume: Sequence[str] = ()) -> PricedPlan:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"--hardware {str(file)!r} is no GPU ({', '.join(load_gpus())}) and no file that can be read: "
-            f"{error.strerror}"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"--hardware {str(file)!r} is no TOML: {error}") from error
+    if not file.is_file():
+        raise ConfigError(f"--hardware {str(file)!r} is no GPU ({', '.join(load_gpus())}) and no file")
+    return read_toml(file)
 
 
 def show_priced(

@@ -8,7 +8,8 @@
     relay             Deployment        which one is active they settle among themselves
     sandboxes         StatefulSet       privileged: it makes namespaces
 
-One file for each region, and one for what comes before the loop. Secrets are referred to by name and are in no file.
+A folder for each region, and one for what comes before the loop; each is a base of Kustomize, to be applied as it is or
+by an overlay. Secrets are referred to by name and are in no file.
 JobSet (jobset.x-k8s.io) and LeaderWorkerSet (leaderworkerset.x-k8s.io) have to be installed in the cluster.
 """
 
@@ -24,6 +25,8 @@ from etude.fleet.specs import GroupMember, ProcessSpec, Resources
 from etude.run.process_name import ProcessName
 from etude.types import Json
 
+PHASES, MANIFESTS = "phases", "processes.yaml"
+"""The folder of what comes before the loop; the file of each folder with its objects."""
 LENT_CLASS = "etude-lent"
 """Priority class of engines on machines that production takes back."""
 LENT_PRIORITY = -10
@@ -53,14 +56,39 @@ def render_manifests(
 ) -> dict[str, str]:
     """Write the manifests of a run: file name → YAML. ``run`` is its short name, a part of all names.
 
-    Raises :class:`~etude.errors.ConfigError` for a cluster that is not told of.
+    Where one cluster has several regions, their names are, too. Raises :class:`~etude.errors.ConfigError` for a cluster
+    that is not told of.
     """
-    if not fleet.kubernetes.image:
+    cluster = fleet.kubernetes
+    if not cluster.image:
         raise ConfigError("kubernetes.image is missing: name the container image that has étude in it")
-    manifests = {"phases.yaml": [_phases(phases, fleet.kubernetes, run)]}
+    bases = {PHASES: [_phases(phases, cluster, run)]}
     for region, specs in groupby(sorted(loop, key=lambda spec: spec.region), key=lambda spec: spec.region):
-        manifests[f"{region}.yaml"] = list(_region(list(specs), fleet.kubernetes, run))
-    return {name: yaml.dump_all(documents, Dumper=_Plain, sort_keys=False) for name, documents in manifests.items()}
+        bases[region] = list(_region(list(specs), cluster, f"{run}-{region}" if cluster.region_label else run))
+    files = {f"{base}/{MANIFESTS}": documents for base, documents in bases.items()}
+    files |= {f"{base}/kustomization.yaml": [_kustomization(cluster)] for base in bases}
+    return {name: yaml.dump_all(documents, Dumper=_Plain, sort_keys=False) for name, documents in files.items()}
+
+
+def _kustomization(cluster: KubernetesConfig) -> Manifest:
+    """The base of an overlay: what a cluster of one's own changes most, in the places where Kustomize has it."""
+    base: Manifest = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [MANIFESTS],
+        "labels": [{"pairs": {"app.kubernetes.io/part-of": "etude"}}],
+        "images": [_image(cluster.image)],
+    }
+    return base | ({"namespace": cluster.namespace} if "namespace" in cluster.model_fields_set else {})
+
+
+def _image(reference: str) -> Manifest:
+    """The name of an image, by which overlays replace it, with its tag or digest."""
+    place, _, digest = reference.partition("@")
+    folder, slash, last = place.rpartition("/")  # a port of the registry is no tag
+    name, _, tag = last.partition(":")
+    image: Manifest = {"name": f"{folder}{slash}{name}"}
+    return image | ({"digest": digest} if digest else {"newTag": tag} if tag else {})
 
 
 class _Plain(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without types

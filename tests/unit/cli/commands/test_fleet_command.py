@@ -37,9 +37,10 @@ def render(fleet: str, out: Path, *options: str) -> int:
 def test_files_are_written_for_the_launcher_that_keeps_processes_itself(tmp_path: Path) -> None:
     out = tmp_path / "manifests"
     assert render("thousand-machines.toml", out, "--set", "parallel.dp=1024") == 0
-    assert sorted(file.name for file in out.iterdir()) == [
-        "ap-south.yaml", "eu-west.yaml", "phases.yaml", "us-east.yaml", "us-west.yaml",
-    ]  # fmt: skip
+    bases = ("ap-south", "eu-west", "phases", "us-east", "us-west")
+    assert sorted(str(file.relative_to(out)) for file in out.glob("*/*")) == [
+        f"{base}/{file}" for base in bases for file in ("kustomization.yaml", "processes.yaml")
+    ]
     assert render("slurm.toml", tmp_path / "job", "--set", "parallel.dp=16") == 0
     assert next((tmp_path / "job").iterdir()).suffix == ".sbatch"
 

@@ -1,0 +1,201 @@
+"""`bench soak`: a run of many hours in virtual time, under fire, and what of it grows.
+
+    steps of a minute, faults ──▶ FaultyRun ──▶ the rules of `bench simulation`: none may be violated
+                                     └── each virtual minute: handles, tasks; each hour: memory, ledger ──▶ growth
+
+What decides is production's, as in :mod:`bench.simulation.run`: dispatcher, runner, schedule, breaker, admission,
+ledger, leases, regions, pools and routers, in processes that are killed and started again meanwhile. Growth is that
+behind the warm-up, an hour. The ledger's rows and files of events grow by design; the records that simulation and
+auditor keep are told apart from the memory of production's code.
+"""
+
+import argparse
+import asyncio
+import gc
+import logging
+import sys
+import time
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+from prometheus_client import ProcessCollector
+
+from bench.report import Goal, envelope, heading
+from bench.simulation.run import MEMORY, FaultyRun, Outcome, Pace, empty_ledger
+from bench.simulation.scenario import HOLDS, LEASE_S, Fault, Kind, Scenario, draw
+from bench.tables import draw as draw_table
+from bench.tables import page, results_of
+from etude.config.loading import parse_config
+from etude.errors import UserError
+from etude.rollouts.fake import run_virtually
+from etude.simulation.calibration import TrainerTimes
+from etude.simulation.run import RegionModel
+from etude.types import Json
+
+HOURS, FEWEST_HOURS, HOUR_S = 8, 4, 3600.0
+"""Virtual hours; the fewest of which growth can be told; the seconds of one."""
+WARM_UP = 1
+"""Hours in which caches fill."""
+SAMPLES = 60
+"""Of an hour."""
+STEP_S, FAULT_S = 45.0, 240.0
+"""Virtual time of a step, about, and between two faults."""
+RECORDS = ("/bench/simulation/", "/bench/faults/", "/etude/simulation/", "/etude/rollouts/fake.py", "/tracemalloc.py")
+"""Parts of the simulation, which remember what the auditor reads."""
+MOST_LISTED = 8
+VIOLATIONS = Goal("violations", "at most", 0)
+HANDLES, TASKS = Goal("handles_grown", "at most", 0), Goal("tasks_grown", "at most", 0)
+MEMORY_KIB = Goal("memory_kib_per_hour", "at most", 64)
+"""Of production's code: a hundred bytes for each of an hour's rollouts."""
+_COLUMNS = ("hour", "rss_mib", "traced_mib", "handles", "tasks", "ledger_mib", "steps", "restarts")
+
+
+@dataclass(slots=True)
+class Samples:
+    """A run, as it is seen from beside it; handles and tasks minute by minute."""
+
+    hour_s: float
+    handles: list[int] = field(default_factory=list)
+    tasks: list[int] = field(default_factory=list)
+    hours: list[dict[str, float]] = field(default_factory=list)
+    memory: list[tracemalloc.Snapshot] = field(default_factory=list)
+    """At the end of the warm-up, and of the newest hour."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    parser.add_argument("--hours", type=int, default=HOURS, help=f"virtual ones (default: {HOURS})")
+    parser.add_argument("--seed", type=int, default=0, help="another run, with other faults")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    return bench_soak(options.hours, options.seed)
+
+
+def bench_soak(hours: int, seed: int = 0, hour_s: float = HOUR_S) -> dict[str, Json]:
+    """Play so many virtual hours and return the bench object. Raises :class:`~etude.errors.UserError` for too few."""
+    if hours < FEWEST_HOURS:
+        raise UserError(f"bench soak: --hours {hours}: {FEWEST_HOURS} at least, or growth cannot be told")
+    began_s, samples = time.monotonic(), Samples(hour_s)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # what production logs of faults is no news
+    tracemalloc.start()
+    try:
+        with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="etude-soak-") as name:
+            outcome = run_virtually(_play(long_run(hours * hour_s, seed), Path(name), samples))
+    finally:
+        tracemalloc.stop()
+        logging.disable(disabled)
+    return envelope("soak", time.monotonic() - began_s, figures(samples, outcome))
+
+
+def long_run(seconds: float, seed: int) -> Scenario:
+    """A run of that time on engines in two regions, with faults of all kinds but those that are for good."""
+    random, small = Random(f"soak {seed}"), draw(seed)
+    kinds = [kind for kind in Kind if kind is not Kind.LOSE_ROLLOUTS]
+    drawn = [(kinds[number % len(kinds)], number + random.random()) for number in range(round(seconds / FAULT_S))]
+    faults = [Fault(kind=kind, at_s=at * FAULT_S, hold_s=random.uniform(*HOLDS[kind]), pick=random.random(),
+                    moment=random.randint(0, 3), is_kept=random.random() < 0.5) for kind, at in drawn]  # fmt: skip
+    rollouts = {"groups_per_step": 2, "group_size": 4, "max_staleness": 1, "concurrency": 16, "timeout_s": 600.0}
+    recipe = {"rollouts": rollouts, "trainer": {"steps": 1 + round(seconds / STEP_S)}, "ledger": {"lease_s": LEASE_S}}
+    times = TrainerTimes(fixed_s=STEP_S, token_s=1e-4, save_s=1.0, publish_s=2.0)
+    regions = (RegionModel(name="home", engines=2), RegionModel(name="far", engines=2, rtt_s=0.1, arrival_s=1.0))
+    config, calibration = parse_config(recipe, source="bench soak"), replace(small.calibration, trainer=times)
+    return replace(small, config=config, calibration=calibration, regions=regions, processes=2, faults=tuple(faults))
+
+
+async def _play(scenario: Scenario, folder: Path, samples: Samples) -> Outcome:
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # of killed processes
+    pace = Pace(look_s=samples.hour_s / SAMPLES, poll_s=1.0, longest_s=100 * STEP_S * scenario.config.trainer.steps)
+    (folder / "run").mkdir()
+    soaked = FaultyRun(scenario, folder / "run", empty_ledger(folder), pace)
+    sampling = asyncio.ensure_future(_sample(soaked, folder / "run", samples))
+    outcome = await soaked.play()
+    sampling.cancel()
+    await asyncio.gather(sampling, return_exceptions=True)
+    return outcome
+
+
+async def _sample(soaked: FaultyRun, folder: Path, samples: Samples) -> None:
+    while True:
+        for _ in range(SAMPLES):
+            await asyncio.sleep(samples.hour_s / SAMPLES)
+            samples.handles.append(round(_process()["process_open_fds"]))
+            samples.tasks.append(len(asyncio.all_tasks()))
+        samples.hours.append(hour := _hour(soaked, folder, samples))
+        sys.stderr.write(f"{hour}\n")
+
+
+def _process() -> dict[str, float]:
+    return {metric.name: metric.samples[0].value for metric in ProcessCollector(registry=None).collect()}
+
+
+def _hour(soaked: FaultyRun, folder: Path, samples: Samples) -> dict[str, float]:
+    """The whole process at the end of an hour."""
+    gc.collect()
+    if len(samples.hours) + 1 >= WARM_UP:
+        samples.memory[1:] = [tracemalloc.take_snapshot()]
+    return {
+        "hour": len(samples.hours) + 1,
+        "rss_mib": _process()["process_resident_memory_bytes"] / 2**20,
+        "traced_mib": tracemalloc.get_traced_memory()[0] / 2**20,
+        "handles": min(samples.handles[-SAMPLES:]),
+        "tasks": min(samples.tasks[-SAMPLES:]),
+        "ledger_mib": sum(file.stat().st_size for file in folder.glob("ledger.db*")) / 2**20,
+        "steps": soaked.newest,
+        "restarts": soaked.restarts,
+    }
+
+
+def figures(samples: Samples, outcome: Outcome) -> dict[str, Json]:
+    """The figures of the bench object."""
+    first, *_, last = samples.memory
+    spent, hours = len(samples.hours) - WARM_UP, samples.hours
+    grown = sorted(last.compare_to(first, "lineno"), key=lambda each: -each.size_diff)
+    kib = [each.size_diff / 1024 / spent for each in grown]
+    places = [f"{each.traceback[0].filename}:{each.traceback[0].lineno}" for each in grown]
+    recorded = sum(size for size, place in zip(kib, places, strict=True) if any(part in place for part in RECORDS))
+    return {
+        "hours": len(hours),
+        "seed": outcome.seed,
+        "virtual_s": round(outcome.seconds),
+        "injected": len(outcome.injected),
+        "restarts": outcome.restarts,
+        "violations": [f"{each.rule}: {each.what}" for each in outcome.violations],
+        **{f"{name}_per_hour": round((hours[-1][name] - hours[WARM_UP - 1][name]) / spent, 3)
+           for name in ("rss_mib", "ledger_mib")},
+        "recorded_kib_per_hour": round(recorded, 1),
+        "grown": [
+            f"{'/'.join(place.split('/')[-3:])}: {size:.1f} KiB, {each.count_diff / spent:.0f} objects an hour"
+            for each, place, size in [*zip(grown, places, kib, strict=True)][:MOST_LISTED]
+        ],
+        "results": [{"contestant": "etude"} | {key: round(value, 2) for key, value in hour.items()} for hour in hours],
+        "goals": {
+            VIOLATIONS.name: VIOLATIONS.judge(float(len(outcome.violations))),
+            HANDLES.name: HANDLES.judge(float(floor_grown(samples.handles))),
+            TASKS.name: TASKS.judge(float(floor_grown(samples.tasks))),
+            MEMORY_KIB.name: MEMORY_KIB.judge(sum(kib) - recorded),
+        },
+    }  # fmt: skip
+
+
+def floor_grown(minutes: Sequence[int]) -> int:
+    """By how much the least of the last third is above that of the first third behind the warm-up: what is at work goes
+    up and down, what was lost lifts the floor.
+    """
+    warm = minutes[SAMPLES * WARM_UP :]
+    third = len(warm) // 3
+    return min(warm[-third:]) - min(warm[:third])
+
+
+def table(result: dict[str, Json]) -> str:
+    """Hour by hour, then what grew and the goals."""
+    grown = result["grown"]
+    assert isinstance(grown, list)
+    title = heading(result, f"{result['hours']} virtual hours", f"{result['injected']} faults")
+    return page(result, draw_table(title, results_of(result), _COLUMNS), notes=[f"grown: {each}" for each in grown])
