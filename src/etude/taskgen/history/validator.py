@@ -56,7 +56,7 @@ REPEATED = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grading:
-    """A grader's view of tasks. Both raise :class:`~etude.errors.SandboxError`."""
+    """Verdicts of a grader on tasks. Both raise :class:`~etude.errors.SandboxError`."""
 
     guarded: Callable[[Task], Awaitable[Collection[str]]]
     """The tests of a task that it can guard with canaries, by node id."""
