@@ -145,7 +145,8 @@ def test_the_allow_list_covers_whole_files() -> None:
 def test_every_allowance_gives_a_reason_and_is_needed() -> None:
     for path, reason in shape.BROAD_EXCEPT_ALLOWED.items():
         assert len(reason) > 20, path
-        assert "except Exception" in (REPOSITORY / path).read_text(encoding="utf-8"), f"{path} no longer needs it"
+        text = (REPOSITORY / path).read_text(encoding="utf-8")
+        assert "except Exception" in text or "except BaseException" in text, f"{path} no longer needs it"
 
 
 def test_every_rule_has_an_offender_here() -> None:
