@@ -1,6 +1,7 @@
 """Services of a task folder: what is read of a compose file, what is refused by name, and that they run."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,23 @@ services:
     environment: {WORD: 42}
 """
 
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}{name}: &{name} [{', '.join(['*' + before] * 8)}]\n" for before, name in pairwise("abcdefg")
+)
+"""Two million values in four hundred characters."""
+
 
 def test_durations_are_those_of_compose() -> None:
     assert [seconds(text) for text in ("5s", "500ms", "1m30s", "1h", "1.5s")] == [5, 0.5, 90, 3600, 1.5]
     with pytest.raises(ValueError, match="'5' is no duration"):
         seconds("5")
+
+
+def test_aliases_are_read() -> None:
+    text = "x: &same {image: busybox}\nservices: {main: {}, a: *same, b: {<<: *same}}"
+    with pytest.raises(TaskFolderError) as caught:
+        parse_compose(text, source="c")
+    assert "YAML" not in str(caught.value)  # what it refuses is x
 
 
 def test_a_task_without_other_services_waits_for_its_own_check_alone() -> None:
@@ -53,6 +66,10 @@ def test_a_task_without_other_services_waits_for_its_own_check_alone() -> None:
     ("text", "words"),
     [
         ("a: [", "is no YAML"),
+        ("[" * 65_000, "more than 100 brackets"),
+        ("- " * 30_000, "nested more than 100 deep"),
+        (LAUGHS, "more than 100000 values"),
+        ("services: &all {main: *all}", "more than 100000 values"),
         ("services: {}", "services"),
         ("services: {api: {build: ., command: x}}", "no 'main'"),
         ("services: {main: {volumes: ['x:/x']}}", "services.main.volumes: it has the files of main"),
