@@ -150,7 +150,7 @@ class SimulatedRun:
         """Region → seconds by which a version that is published now takes longer to it."""
         self.logged: list[Logged] = []
         self._occupied: list[tuple[float, int]] = []
-        self._background: list[asyncio.Task[None]] = []
+        self._background: set[asyncio.Task[None]] = set()
 
     async def play(self, *, until_s: float | None = None) -> SimulatedEvents:
         """Run all steps, or those of so many seconds, each part once."""
@@ -290,7 +290,9 @@ class SimulatedRun:
         return write
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        self._background.append(asyncio.create_task(work))
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
 
 @final
