@@ -9,7 +9,6 @@ else the machine does meanwhile makes a difference: leave it alone.
 """
 
 import argparse
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,21 +20,19 @@ from bench.report import Goal, envelope, so_far
 from bench.starts import prepared_start, starting_from
 from bench.tables import results_page
 from bench.trials.trials import finished_run
+from etude.cli.commands.plan_run import regions_of, shared_cores
 from etude.config.loading import load_recipe
-from etude.config.recipe import RunConfig
 from etude.errors import UserError
 from etude.run.folder import RunFolder
 from etude.simulation.figures import RunFigures
 from etude.simulation.fit import calibrate
-from etude.simulation.run import RegionModel, simulate, skipped_steps
-from etude.telemetry.events import Logged
+from etude.simulation.run import simulate, skipped_steps
 from etude.telemetry.log import EventReader
 from etude.types import Json
 
-CALIBRATED = "as calibrated"
 CASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        CALIBRATED: (),
+        "as calibrated": (),
         "on policy": ("rollouts.max_staleness=0",),
         "larger groups": ("rollouts.group_size=16", "rollouts.concurrency=256"),
         "two engines": ("engine.replicas=2",),
@@ -102,17 +99,19 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
     compared = list[Comparison]()
     with so_far() as state:
         calibrated = _run(options.recipe, (*keys, *start), options.out / "calibrated")
-        calibration = calibrate(calibrated.config(), _events(calibrated), _regions(calibrated.config()), cores=_cores())
+        config = calibrated.config()
+        cores = shared_cores(config, 0)
+        calibration = calibrate(config, EventReader(calibrated.events).new(), regions_of(config, None, ()), cores=cores)
         for case in chosen:
             ran = calibrated
             if CASES[case]:
                 ran = _run(options.recipe, (*keys, *start, *CASES[case]), options.out / case.replace(" ", "-"))
             config, skipped = ran.config(), skipped_steps(ran.config())
-            predicted = simulate(config, calibration, _regions(config), seed=1)
+            predicted = simulate(config, calibration, regions_of(config, None, ()), seed=1)
             compared.append(
                 Comparison(
                     case=case,
-                    measured=RunFigures.of_events(_events(ran), skipped=skipped),
+                    measured=RunFigures.of_events(EventReader(ran.events).new(), skipped=skipped),
                     predicted=RunFigures.of_events(predicted.logged, skipped=skipped),
                 )
             )
@@ -129,19 +128,6 @@ def _run(recipe: Path, keys: Sequence[str], path: Path) -> RunFolder:
     """A run at its end, without evaluations."""
     config = load_recipe(recipe, (*keys, "eval.enabled=false"))
     return finished_run(path, lambda: RunFolder.create(path, config))
-
-
-def _events(folder: RunFolder) -> list[Logged]:
-    return sorted(EventReader(folder.events).new(), key=lambda each: each.at_s)
-
-
-def _regions(config: RunConfig) -> list[RegionModel]:
-    return [RegionModel(name="here", engines=config.engine.replicas)]
-
-
-def _cores() -> float:
-    """Processors that all of a run share on this machine."""
-    return float(len(os.sched_getaffinity(0)))
 
 
 def table(result: dict[str, Json]) -> str:

@@ -9,7 +9,7 @@ work is what makes the simulated seconds equal the recorded ones.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -17,7 +17,7 @@ from etude.config.recipe import RunConfig
 from etude.simulation.calibration import RunCalibration
 from etude.simulation.figures import RunFigures
 from etude.simulation.run import RegionModel, simulate, skipped_steps
-from etude.simulation.workload import Workload
+from etude.simulation.workload import STAGES, Workload
 from etude.telemetry.events import Logged
 
 ROUNDS = 6
@@ -28,8 +28,6 @@ DAMPING = 0.7
 """Power of each factor, and share of the lacking time that is put on calls: parts that share processors or engines slow
 each other down.
 """
-STAGES = ("sandbox_s", "tools_s", "grading_s")
-"""Fields of :class:`~etude.simulation.workload.RolloutWork` that are work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +53,21 @@ class PartSeconds:
 
 def calibrate(
     config: RunConfig,
-    logged: Sequence[Logged],
+    logged: Iterable[Logged],
     regions: Sequence[RegionModel],
     *,
     cores: float = math.inf,
     rounds: int = ROUNDS,
 ) -> RunCalibration:
-    """Fit all that is modelled to the events of a run of ``config``, in the order of time.
+    """Fit all that is modelled to the events of a run of ``config``.
 
     ``cores`` are the processors that all of its parts shared. Each call is given the time by which turns waited longer
     than they do in the simulation. Raises :class:`~etude.errors.UserError` where the run is too short.
     """
-    calibration = RunCalibration.of_events(logged, config.engine, cores=cores)
+    ordered = sorted(logged, key=lambda each: each.at_s)
+    calibration = RunCalibration.of_events(ordered, config.engine, cores=cores)
     skipped = skipped_steps(config)
-    recorded = PartSeconds.of_events(logged, skipped=skipped)
+    recorded = PartSeconds.of_events(ordered, skipped=skipped)
     steps = min(config.trainer.steps, STEPS + 2 * skipped)
     short = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
     for _ in range(rounds):

@@ -23,7 +23,7 @@ from etude.simulation.calibration import RunCalibration
 from etude.simulation.figures import FULL, HOUR_S, RunFigures
 from etude.simulation.priced import DAY_H, Fleet, gpu_price
 from etude.simulation.run import SimulatedEvents, simulate, skipped_steps
-from etude.simulation.workload import Workload
+from etude.simulation.workload import STAGES, Workload
 
 MOST_ROLLOUTS = 64
 """Rollouts of a step that are simulated."""
@@ -105,7 +105,7 @@ def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
         trainer=calibration.trainer.scaled(1 / factor),
         swap_s=calibration.swap_s / factor,
         call_s=calibration.call_s / factor,
-        workload=calibration.workload.scaled(dict.fromkeys(("sandbox_s", "tools_s", "grading_s"), 1 / factor)),
+        workload=calibration.workload.scaled(dict.fromkeys(STAGES, 1 / factor)),
     )
 
 

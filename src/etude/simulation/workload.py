@@ -19,6 +19,8 @@ from etude.types import RolloutStage, RolloutStatus
 NEAR = 0.05
 """Recorded groups are drawn from this share of the run before a group's own place, and from as much behind it."""
 TRAIN = "train"
+STAGES = ("sandbox_s", "tools_s", "grading_s")
+"""Fields of :class:`RolloutWork` that are work outside of the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ def run(
     console = Console(stderr=as_json)
     with console.status(f"calibrating by {source}"):
         recorded = folder.config()
-        logged = sorted(EventReader(folder.events).new(), key=lambda each: each.at_s)
+        logged = EventReader(folder.events).new()
         shared = shared_cores(recorded, cores)
         calibration = calibrate(recorded, logged, regions_of(recorded, None, ()), cores=shared)
         if fleet is not None:
