@@ -8,6 +8,7 @@ OpenAI's or Anthropic's is read: whole answers, and streams of server-sent event
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -51,6 +52,11 @@ class Upstream:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {self.url!r} is no URL of an API: expected http://… or https://…")
+        if (parts := urlsplit(self.url)).username is not None or parts.query or parts.fragment:
+            raise ConfigError(
+                f"--url has more than a place in it (before '@', or behind '?' or '#'), which results would show: name "
+                f"{parts.scheme}://{parts.hostname}… alone, and the variable of a key by --key-env"
+            )
         if not self.model:
             raise ConfigError("--model is empty: name the model as its API does")
 

@@ -269,7 +269,9 @@ class Passthrough:
         timeout = aiohttp.ClientTimeout(total=CALL_S, connect=CONNECT_S)
         url = self._upstream.place(path)
         try:
-            async with self._http.post(url, data=body, headers=headers, timeout=timeout) as response:
+            async with self._http.post(
+                url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
                 kind, retry_after = response.content_type, response.headers.get("Retry-After")
                 return _ApiAnswer(response.status, await response.read(), kind, retry_after)
         except (aiohttp.ClientError, OSError) as error:  # a missed deadline is an OSError
