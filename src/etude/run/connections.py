@@ -18,6 +18,7 @@ import socket
 import ssl
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 from aiohttp import web
@@ -208,14 +209,15 @@ class LimitedSite(web.BaseSite):
         await super().start()
         server, connections = self._runner.server, self._connections
         assert server is not None, "the runner was set up"
-        host, port = (None, None) if self._socket is not None else self._address
-        self._server = await asyncio.get_running_loop().create_server(
+        listen = partial(
+            asyncio.get_running_loop().create_server,
             lambda: Connection(server, connections),
-            host,
-            port,
-            sock=self._socket,
             ssl=self._ssl_context,
             ssl_handshake_timeout=None if self._ssl_context is None else HANDSHAKE_S,
             backlog=self._backlog,
-            reuse_address=True if self._socket is None else None,
         )
+        if self._socket is not None:
+            self._server = await listen(sock=self._socket)
+        else:
+            host, port = self._address
+            self._server = await listen(host=host, port=port, reuse_address=True)
