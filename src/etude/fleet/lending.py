@@ -29,7 +29,7 @@ HOUR_S = 3600.0
 WEEK_HOURS = 7 * 24
 HOUR_SLOTS = 4
 """Parts of an hour that are forecast apart: with whole hours an engine is kept back for most of an hour that rises."""
-WEEK_SLOTS = WEEK_HOURS * HOUR_SLOTS
+WEEK_SLOTS, SLOT_S = WEEK_HOURS * HOUR_SLOTS, HOUR_S / HOUR_SLOTS
 LEARNING_RATE = 0.3
 """Weight of the newest week in what is remembered of a part of it; a habit that changed is followed within a month."""
 MARGIN_GROWTH, MARGIN_HALF_LIFE_HOURS = 1.5, 24.0
@@ -79,15 +79,12 @@ class LendingLimits:
     """Time from a recall until production's own engine serves again."""
     calm_s: float = 60.0
     """Time for which an engine is not needed before it is lent."""
-    hour_s: float = HOUR_S
-    """Length of an hour; shorter where a week is played in minutes."""
 
     def __post_init__(self) -> None:
         if self.places < 1 or self.keep < 0:
             raise ValueError(f"places={self.places}, keep={self.keep}: expected at least 1 and at least 0")
-        positive = {"slo_first_token_s": self.slo_first_token_s, "hour_s": self.hour_s}
-        if wrong := [name for name, value in positive.items() if not 0 < value < math.inf]:
-            raise ValueError(f"{wrong[0]}={positive[wrong[0]]:g}: expected a number above 0")
+        if not 0 < self.slo_first_token_s < math.inf:
+            raise ValueError(f"slo_first_token_s={self.slo_first_token_s:g}: expected a number above 0")
         if min(self.margin, self.lead_s, self.calm_s) < 0 or self.margin > MOST_MARGIN:
             raise ValueError(f"{self}: margin is from 0 to {MOST_MARGIN:g}, lead_s and calm_s are not negative")
 
@@ -124,8 +121,7 @@ class Production(Protocol):
 class Forecast:
     """The most calls at a time in each quarter of an hour of the week, learnt as an average over weeks that forgets."""
 
-    def __init__(self, hour_s: float = HOUR_S) -> None:
-        self._slot_s = hour_s / HOUR_SLOTS
+    def __init__(self) -> None:
         self._peaks: dict[int, float] = {}
         """Slot of the week → its peak, as earlier weeks had it."""
         self._slot: int | None = None
@@ -134,7 +130,7 @@ class Forecast:
 
     def observe(self, calls: int, now: float) -> None:
         """Note how many calls there are."""
-        slot = int(now // self._slot_s)
+        slot = int(now // SLOT_S)
         if self._slot is not None and slot != self._slot:
             self._learn(self._slot % WEEK_SLOTS, self._peak)
             self._peak = 0.0
@@ -142,21 +138,21 @@ class Forecast:
 
     def expected(self, start: float, end: float) -> float:
         """The most calls at a time that earlier weeks had from ``start`` to ``end``; 0 for times that nobody saw."""
-        slots = range(int(start // self._slot_s), int(end // self._slot_s) + 1)
+        slots = range(int(start // SLOT_S), int(end // SLOT_S) + 1)
         return max((self._peaks.get(slot % WEEK_SLOTS, 0.0) for slot in slots[:WEEK_SLOTS]), default=0.0)
 
     def knows(self, now: float) -> bool:
         """True if an earlier week had this time."""
-        return int(now // self._slot_s) % WEEK_SLOTS in self._peaks
+        return int(now // SLOT_S) % WEEK_SLOTS in self._peaks
 
     def to_json(self) -> str:
         """The peaks by hour of the week, such as 13.25, as text that :meth:`learnt` reads."""
         return json.dumps({f"{slot / HOUR_SLOTS:g}": round(peak, 3) for slot, peak in sorted(self._peaks.items())})
 
     @classmethod
-    def learnt(cls, text: str, hour_s: float = HOUR_S) -> Self:
+    def learnt(cls, text: str) -> Self:
         """The forecast that was written so. Raises ``ValueError`` for anything else."""
-        forecast = cls(hour_s)
+        forecast = cls()
         try:
             forecast._peaks = {
                 math.floor(float(hour) * HOUR_SLOTS): float(peak) for hour, peak in json.loads(text).items()
@@ -202,7 +198,7 @@ class LendingTable:
     """The engines of production, in the order in which they are lent: the first ``keep`` never are."""
 
     def __init__(self, names: Sequence[str], limits: LendingLimits, forecast: Forecast | None = None) -> None:
-        self.forecast = forecast or Forecast(limits.hour_s)
+        self.forecast = forecast or Forecast()
         """Learns from every look."""
         self.margin = limits.margin
         """Share of the calls that there is room for besides."""
@@ -269,7 +265,7 @@ class LendingTable:
         limits, passed_s = self._limits, 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if not in_trouble:
-            share = 0.5 ** (passed_s / (MARGIN_HALF_LIFE_HOURS * limits.hour_s))
+            share = 0.5 ** (passed_s / (MARGIN_HALF_LIFE_HOURS * HOUR_S))
             self.margin = limits.margin + (self.margin - limits.margin) * share
         elif self._borrowed() and now - self._troubled_at >= limits.lead_s:  # once for one burst
             self.margin = min(MOST_MARGIN, max(self.margin, LEAST_GROWN) * MARGIN_GROWTH)

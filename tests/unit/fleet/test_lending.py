@@ -145,7 +145,7 @@ def test_what_is_no_forecast_is_refused(text: str) -> None:
         {"places": 0},
         {"keep": -1},
         {"slo_first_token_s": 0.0},
-        {"hour_s": float("inf")},
+        {"slo_first_token_s": float("inf")},
         {"margin": 5.0},
         {"lead_s": -1},
     ],
