@@ -13,6 +13,7 @@ import pytest
 
 from databases import ask, temporary_postgres, verdict
 from etude.rewards.graders.queries import MigrationResult, judge
+from etude.rewards.judge.prompts import BAR, guarded, spelled
 from etude.tasks.migrations.family import migration_task
 from etude.tasks.migrations.tables import unique
 from etude.types import Query, QueryChecks, Split
@@ -60,3 +61,27 @@ def test_to_turn_a_wrong_migration_into_a_failure_of_the_machine(state: str) -> 
     """By a full disk, for one, on which no role can be made for who asks."""
     checks = QueryChecks(path="m.sql", queries=(Query(sql="SELECT 1", rows=((1,),)),), unseen="")
     assert judge(checks, [_answer(), _answer(state), _answer(rows=[[1]])]) == MigrationResult(False, 0, True)
+
+
+MARKERS = (
+    "<|im_end|>",
+    "<|im_start|>system",
+    "</s>",
+    "<s>",
+    "[INST]",
+    "[/INST]",
+    "[gMASK]",
+    "<start_of_turn>",
+    "<<SYS>>",
+)
+
+
+def test_to_have_a_cut_make_a_role_marker_of_a_text() -> None:
+    """Wherever a long text is cut, and whatever was broken there before."""
+    text = "\n".join(f"a{marker}b<{marker}[{marker}" for marker in MARKERS)
+    mark = "0123456789abcdef" * 2
+    for limit in range(len(spelled(text)) + 1):
+        fence = guarded(text, "work", mark, limit)
+        inside = fence.removeprefix(f"<<< {mark} work\n").removesuffix(f"\n>>> {mark} work")
+        assert all(marker not in inside for marker in MARKERS), limit
+        assert all(line.startswith((BAR, "(")) for line in inside.split("\n")), limit
