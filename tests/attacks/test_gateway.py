@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from etude.clock import SystemClock
-from etude.gateway.upstream.calls import Upstream
+from etude.gateway.upstream.calls import Api, Upstream
 from etude.gateway.upstream.passthrough import Passthrough
 from etude.protocols import Session
 from etude.run.serving import listening
@@ -46,8 +46,8 @@ def attack(work: Callable[[Session], Awaitable[None]], *, anthropic: bool = Fals
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", account.obey)
         async with aiohttp.ClientSession() as http, listening(app, 0) as port:
-            api = "anthropic" if anthropic else "openai"
-            upstream = Upstream(url=f"http://127.0.0.1:{port}/v1", model="m", key="SECRET", api=api)  # type: ignore[arg-type]
+            api: Api = "anthropic" if anthropic else "openai"
+            upstream = Upstream(url=f"http://127.0.0.1:{port}/v1", model="m", key="SECRET", api=api)
             passthrough = Passthrough(upstream, http, SystemClock(), retry_s=1.0)
             async with listening(passthrough.app(), 0) as own_port:
                 passthrough.serves_at(f"http://127.0.0.1:{own_port}")
