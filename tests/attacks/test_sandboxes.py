@@ -1,13 +1,14 @@
 """Attacks out of sandboxes, as the agent and as root inside, on every kind that this machine has."""
 
+import asyncio
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
+from etude.protocols import Sandbox
 from etude.sandbox_spec import Capability, SandboxSpec
 from providers import PROVIDERS, Stage, stage
 
@@ -23,9 +24,7 @@ def cell(request: pytest.FixtureRequest) -> Iterator[Stage]:
     candidate = PROVIDERS[request.param]
     if missing := candidate.missing():
         pytest.skip(missing)
-    with ExitStack() as stack:
-        yield from stage(request.param, candidate.make)
-        del stack
+    yield from stage(request.param, candidate.make)
 
 
 @pytest.fixture(params=["agent", "root"])
@@ -72,9 +71,7 @@ print(*seen)
 
 
 def test_to_replace_the_program_that_starts_commands(cell: Stage, attacker: SandboxSpec) -> None:
-    async def race(sandbox) -> str:  # type: ignore[no-untyped-def]
-        import asyncio
-
+    async def race(sandbox: Sandbox) -> str:
         attack = asyncio.create_task(sandbox.exec(["python3", "-c", REPLACE.format(seconds=2)], timeout_s=30.0))
         while not attack.done():
             await sandbox.exec(["true"], timeout_s=30.0)
@@ -157,5 +154,5 @@ def test_to_turn_a_verdict_into_a_failure_of_the_machine(cell: Stage) -> None:
     assert result != 0
 
 
-async def _run(code: str, sandbox) -> int:  # type: ignore[no-untyped-def]
-    return int((await sandbox.exec(["python3", "-c", code], timeout_s=20.0)).exit_code)
+async def _run(code: str, sandbox: Sandbox) -> int:
+    return (await sandbox.exec(["python3", "-c", code], timeout_s=20.0)).exit_code
