@@ -90,9 +90,9 @@ SEED = 20_11
 """Seed of prompts and sampling; any would do."""
 
 Plan: TypeAlias = Sequence[ScheduledTokens]
-"""Result of one pass of the engine."""
+"""The tokens that one forward pass of the engine reads."""
 Reader: TypeAlias = Callable[[Sequence[EngineRequest]], Iterator[Plan]]
-"""In which passes the engine reads some sequences."""
+"""Plans the passes in which the engine reads some sequences."""
 States: TypeAlias = list[Tensor]
 """[T,H] of each sequence."""
 
@@ -373,7 +373,7 @@ def _prefix(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
 
 
 WAYS: Mapping[str, Reader] = MappingProxyType({"decode": _decode, "chunks": _chunks, "prefix": _prefix})
-"""Way in which an engine reads a sequence."""
+"""Ways in which an engine reads a sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

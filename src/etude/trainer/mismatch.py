@@ -5,8 +5,8 @@ measure learning. Instead the last few published states are kept, and a sample o
 very version that sampled it. A turn is comparable when one version sampled all of it: the engine never reuses a prefix
 across versions, so then that version computed its whole context too.
 
-The scorer computes as the loss does, temperature, kept set and replay of the sampling rows included. Rows that it has
-no comparable token for are left to its own router: the engine computed them with other weights, or said nothing.
+The scorer computes as the loss does, with the temperature, sampling mask and router replay of each token. Rows without
+a comparable token are left to its own router: the engine computed them with other weights, or recorded no routes.
 
 Shape legend: N compared tokens, L tokens of a trajectory.
 """

@@ -10,8 +10,8 @@ few tokens, so they are spread widely without splitting anything else as widely.
 parameters are its ``DTensor`` objects; without sharding each rank has the whole model. Gradients are added up, never
 averaged: every loss is divided by the totals of the whole batch before it gets here.
 
-Owns the meshes and the sharding. The journeys of tokens are :mod:`etude.trainer.parallel`', those
-of keys :mod:`etude.trainer.parallel_context`'s.
+Owns the meshes, the sharding and the exchange of tokens between ranks with different experts. Keys are exchanged by
+:mod:`etude.trainer.parallel_context`.
 """
 
 import contextlib

@@ -116,7 +116,7 @@ class ResponseFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """One vote that is reply_format."""
+    """One vote to request."""
 
     rubric: Rubric
     judged: JudgeInput
