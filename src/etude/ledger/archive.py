@@ -207,8 +207,7 @@ class Archive(LedgerConnection):
 
     def census(self) -> list[Census]:
         """The contents of every purpose, training first."""
-        matches = self._db.read(_census)
-        return sorted(matches, key=lambda census: (census.purpose != TRAIN, census.purpose))
+        return sorted(self._db.read(_census), key=lambda census: (census.purpose != TRAIN, census.purpose))
 
     def reasons(self, purpose: str, limit: int) -> list[tuple[RolloutStatus, str, int]]:
         """The most frequent reasons why rollouts of a purpose ended: how, why, how many.

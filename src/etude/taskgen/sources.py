@@ -98,12 +98,12 @@ def download(name: str, versions: Sequence[str], folder: Path) -> dict[str, Path
     folder.mkdir(parents=True, exist_ok=True)
     _, log = _ask_index("fetch", name, str(folder), *versions)
     archives = {version: next((folder / version).glob("*"), None) for version in versions}
-    matches = {version: archive for version, archive in archives.items() if archive is not None}
-    if len(matches) < len(archives):
-        missing = ", ".join(version for version in archives if version not in matches)
+    fetched = {version: archive for version, archive in archives.items() if archive is not None}
+    if len(fetched) < len(archives):
+        missing = ", ".join(version for version in archives if version not in fetched)
         last = log.splitlines()[-1] if log else "nothing came"
         raise SourceError(f"the source of {name} {missing} could not be fetched: {last}", log=log)
-    return matches
+    return fetched
 
 
 def _ask_index(verb: str, name: str, *arguments: str) -> tuple[list[str], str]:

@@ -340,16 +340,16 @@ class CandidateValidator:
 
 def artefacts_of(project: Project, paths: Sequence[str]) -> tuple[str, ...]:
     """The paths that are carried from an agent's sandbox: the packages; of one with tests inside, all beside them."""
-    matches: set[str] = set()
+    roots: set[str] = set()
     for root in project.sources:
         inside = [path for path in paths if path.startswith(f"{root}/")]
         if not any(project.is_test(path) for path in inside):
-            matches.add(root)
+            roots.add(root)
             continue
         for path in inside:
             if not project.is_test(path):
-                matches.add("/".join(path.split("/")[: root.count("/") + 2]))
-    return tuple(sorted(matches))
+                roots.add("/".join(path.split("/")[: root.count("/") + 2]))
+    return tuple(sorted(roots))
 
 
 def _visible(trial: Trial, view: TestView) -> tuple[str, ...]:

@@ -173,9 +173,9 @@ class _Stops:
         if not self._stops:
             return text, None
         text = self._pending + text
-        matches = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
-        if matches:
-            end, start, stop = min(matches)
+        hits = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
+        if hits:
+            end, start, stop = min(hits)
             self._pending = ""
             self.ended_at = self._released + end
             return text[:start], stop

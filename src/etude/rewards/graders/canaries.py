@@ -188,7 +188,7 @@ class Rows:
 
 def rows_by_parameter(function: FunctionNode) -> Mapping[str, Rows]:
     """Literals of ``parametrize`` by the parameter that receives them, for parameters that the test reads once."""
-    matches: dict[str, Rows] = {}
+    by_parameter: dict[str, Rows] = {}
     loads = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     for call in function.decorator_list:
         if not isinstance(call, ast.Call) or called(call) != "parametrize" or len(call.args) != 2:
@@ -200,8 +200,8 @@ def rows_by_parameter(function: FunctionNode) -> Mapping[str, Rows]:
             cells = [row if len(names) == 1 else _cell(row, place, len(names)) for row in rows]
             whole = [cell for cell in cells if cell is not None and is_literal(cell)]
             if rows and len(whole) == len(rows) and loads.count(name) == 1:
-                matches[name] = Rows(call.args[1], tuple(whole))
-    return matches
+                by_parameter[name] = Rows(call.args[1], tuple(whole))
+    return by_parameter
 
 
 def _parameters(node: ast.expr) -> Sequence[str]:
@@ -338,9 +338,9 @@ class TestSource:
             return name
         owner, _, leaf = name.rpartition("::")
         for base in self._bases.get(owner, ()):
-            matches = self.definition_of(f"{base}::{leaf}") if base != owner else None
-            if matches:
-                return matches
+            definition = self.definition_of(f"{base}::{leaf}") if base != owner else None
+            if definition:
+                return definition
         return None
 
     @property
@@ -361,8 +361,8 @@ class TestSource:
     def sites(self, definition: str) -> tuple[CanarySite, ...]:
         """Sites at which the test can be made to fail; there is always one."""
         function = self._functions[definition]
-        matches = tuple(_Surgeon(self._lines, function).sites())
-        return matches or (_planted(self._lines, function),)
+        sites = tuple(_Surgeon(self._lines, function).sites())
+        return sites or (_planted(self._lines, function),)
 
     def alteration(self, definition: str, rng: random.Random) -> Alteration:
         """One change, at random, that makes the test fail; with nothing left undone, if there is such a place."""
@@ -451,7 +451,7 @@ class _Surgeon:
             yield self._fixed(SiteKind.FLIPPED, test, text)
 
     def _of_equality(self, left: ast.expr, right: ast.expr) -> Iterator[CanarySite]:
-        literal = next((matches for side in (right, left) if (matches := self._literal(side))), None)
+        literal = next((node for side in (right, left) if (node := self._literal(side))), None)
         rows = self._rows.get(last_name(right)) or self._rows.get(last_name(left))
         if literal is not None and not (is_literal(left) and is_literal(right)):
             yield self._site(SiteKind.VALUE, literal, lambda rng: changed_literal(self._lines.text(literal), rng))

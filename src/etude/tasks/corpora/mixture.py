@@ -152,8 +152,8 @@ class BatchStream:
 
 def heldout_documents(source: Source, count: int) -> Sequence[Document]:
     """The first ``count`` different documents of the held-out side of a source, or as many as it has."""
-    matches = count if source.size is None else min(count, source.size)
-    return [source.document(index) for index in range(matches)]
+    available = count if source.size is None else min(count, source.size)
+    return [source.document(index) for index in range(available)]
 
 
 def shuffled(stem: str, index: int, size: int) -> int:

@@ -248,10 +248,10 @@ def task_folders(folder: Path) -> list[Path]:
     """
     if (folder / SETTINGS).is_file():
         return [folder]
-    matches = sorted(file.parent for file in folder.glob(f"*/{SETTINGS}")) if folder.is_dir() else []
-    if not matches:
+    task_folders = sorted(file.parent for file in folder.glob(f"*/{SETTINGS}")) if folder.is_dir() else []
+    if not task_folders:
         raise TaskFolderError(f"{folder} has no task: expected folders with a {SETTINGS} in each")
-    return matches
+    return task_folders
 
 
 def digest_files(folder: Path) -> str:

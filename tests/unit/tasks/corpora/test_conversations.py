@@ -160,13 +160,13 @@ def test_an_epoch_has_every_conversation_of_its_side_once(tmp_path: Path) -> Non
     output: Mapping[Split, list[list[str]]] = {
         side.split: [
             [
-                CHAT.decode(matches.document(epoch * matches.size + place).token_ids.tolist())
-                for place in range(matches.size)
+                CHAT.decode(source.document(epoch * source.size + place).token_ids.tolist())
+                for place in range(source.size)
             ]
             for epoch in range(2)
         ]
         for side in (TRAIN, HELDOUT)
-        for matches in [Conversations(file, CHAT, side, context_weight=0.0)]
+        for source in [Conversations(file, CHAT, side, context_weight=0.0)]
     }
     both = [output[Split.TRAIN][0], output[Split.HELDOUT][0]]
     assert sorted(both[0] + both[1]) == sorted(f"?{n}" for n in range(40))
