@@ -265,8 +265,8 @@ class Preparation:
         copies = result.stdout.split()
         if copies:
             raise CopyError(
-                f"the base system {self._settings.base!r} holds a copy of {project.name} in {copies[0]}, where an agent "
-                "could look everything up: use one without it, such as --base debian"
+                f"the base system {self._settings.base!r} holds a copy of {project.name} in {copies[0]}, where "
+                "an agent could look everything up: use one without it, such as --base debian"
             )
 
     @asynccontextmanager

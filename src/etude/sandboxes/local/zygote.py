@@ -58,7 +58,7 @@ def preload() -> None:
         importlib.import_module(name)
 
 
-class CommandOrder(TypedDict):
+class ForkRequest(TypedDict):
     """The part of a command's request that the zygote itself reads."""
 
     root: str
@@ -148,14 +148,14 @@ class Zygote:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     def _run(self, message: bytes, descriptors: list[int]) -> dict[str, int | str]:
-        order: CommandOrder = json.loads(message)
+        request: ForkRequest = json.loads(message)
         root = -1
         try:
-            root = os.open(order["root"], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._scratch)
+            root = os.open(request["root"], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._scratch)
             child = os.fork()
             if child == 0:
                 try:
-                    program.run(self._become_command(root, descriptors, order["cpu_s"]))
+                    program.run(self._become_command(root, descriptors, request["cpu_s"]))
                 finally:
                     os._exit(1)
             try:
@@ -164,7 +164,7 @@ class Zygote:
                 exit_code = isolation.end_command(child)
             return {"exit_code": exit_code, "error": ""}
         except OSError as error:
-            return {"exit_code": 0, "error": f"no process in sandbox {order['root']!r}: {error}"}
+            return {"exit_code": 0, "error": f"no process in sandbox {request['root']!r}: {error}"}
         finally:
             if root >= 0:
                 os.close(root)

@@ -236,7 +236,7 @@ def test_a_judge_that_has_been_down_for_too_long_is_not_waited_for_until_it_is_b
         judging.clock.advance(20.0)
         with pytest.raises(JudgeUnavailable, match="scripted"):
             judge(judging)
-    with pytest.raises(JudgeLost, match="left alone for a while, for it was down the last times: scripted: down"):
+    with pytest.raises(JudgeLost, match="failed repeatedly and is not called for a while: scripted: down"):
         judge(judging)
     judging.clock.advance(20.0)
     endpoint.up = scoring(3)
