@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etude.taskgen.failures import SourceError
+from etude.taskgen.git import clone
 from etude.taskgen.indexes import run_pip
-from etude.taskgen.scrubbing import clean_files, clone, copy_clean
+from etude.taskgen.scrubbing import clean_files, copy_clean
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 FETCH_TIMEOUT_S = 600.0

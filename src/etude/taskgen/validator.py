@@ -23,11 +23,12 @@ from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import EnvironmentSpec, Image, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.candidates import BUG, Candidate
+from etude.taskgen.git import commit_all
 from etude.taskgen.hiding import TestView, place_of, view_tests
 from etude.taskgen.instructions import EXAMPLES, instruct
 from etude.taskgen.leaks import Leak, RemovedIdentifiers, removed_identifiers, search
 from etude.taskgen.projects import Project
-from etude.taskgen.scrubbing import commit_all, copy_clean
+from etude.taskgen.scrubbing import copy_clean
 from etude.taskgen.survey import Survey
 from etude.taskgen.testruns import Calls, RunObservation, TestRun, observe
 from etude.taskgen.verdicts import (

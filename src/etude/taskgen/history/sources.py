@@ -4,7 +4,7 @@
     pypi:NAME ──────▶ releases likewise ──────┴▶ Change: before, after, subject, day      tree(ref) ──▶ a plain folder
 
 Owns the way to a history and to each of its trees. What a change makes a task is :mod:`.proposals`' affair. Git runs
-without hooks and settings (:mod:`etude.taskgen.scrubbing`); releases are source distributions of an index.
+without hooks and settings (:mod:`etude.taskgen.git`); releases are source distributions of an index.
 """
 
 import re
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Protocol, final
 
 from etude.taskgen.failures import SourceError
-from etude.taskgen.scrubbing import copy_clean, read_repository
+from etude.taskgen.git import read_repository
+from etude.taskgen.scrubbing import copy_clean
 from etude.taskgen.sources import INDEX, RECORD, download, fetch, versions_of
 
 LOG_FORMAT = "--format=%H%x00%P%x00%cs%x00%s"

@@ -22,6 +22,7 @@ from etude.protocols import SandboxProvider
 from etude.sandbox_spec import EnvironmentSpec, Image, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.failures import RepositoryError
+from etude.taskgen.git import commit_all
 from etude.taskgen.hiding import place_of
 from etude.taskgen.history.changed_files import ChangedFiles
 from etude.taskgen.history.mentions import functions_naming, is_named
@@ -32,7 +33,7 @@ from etude.taskgen.history.sources import Change, History
 from etude.taskgen.installs import environment
 from etude.taskgen.leaks import RemovedIdentifiers, removed_identifiers, search, without_repeated
 from etude.taskgen.projects import Project, bare_name, is_test_file, read_project
-from etude.taskgen.scrubbing import commit_all, copy_clean
+from etude.taskgen.scrubbing import copy_clean
 from etude.taskgen.sources import read_texts
 from etude.taskgen.survey import is_fit
 from etude.taskgen.testruns import RunObservation, TestRun, observe
