@@ -27,25 +27,24 @@ LEFT_FOLDERS = frozenset(
         ),
     }
 )
-"""Names of folders with history, caches or copies, wherever they are, in lower case. A file of such a name is
-left as well: a file ``.git`` says where a repository is, with settings that name programs to run."""
+"""Names, in lower case, of folders with history, caches or copies, at any depth. Files with such names are left out as
+well: a file ``.git`` points to a repository, whose settings may name programs to run.
+"""
 LEFT_TOP_FOLDERS = frozenset({"build", "dist", "_build", "sdist", "wheelhouse"})
-"""Folders that hold copies when they lie at the top."""
+"""Names of folders that hold copies if they are at the top."""
 LEFT_FILES = re.compile(
     r".*\.(pyc|pyo|pyd|orig|rej|bak|swp|swo|whl|egg|cover|prof|gcov|gcda|gcno|patch|diff)"
     r"|.*~|PKG-INFO|SOURCES\.txt|\.coverage(\..*)?|coverage\.(xml|json)|\.DS_Store|\.#.*|#.*#|lastfailed|nodeids"
     r"|\.dmypy\.json"
 )
 LEFT_SUFFIXES = (".egg-info", ".dist-info", ".egg-link")
-"""Names that end so are records of an installation."""
+"""Endings of names of installation records."""
 FILE_BYTES = 16 << 20
-"""A larger file is left out: no package of programs needs one, and it would have to be searched."""
+"""Largest file that is copied: no package needs a larger one, and it would have to be searched."""
 
 
 def is_leftover(path: str, *, is_folder: bool) -> bool:
-    """Return true if a file or folder of a project, by its path in it, is something that a run or an author left
-    behind.
-    """
+    """True if a file or folder, by its path in a project, was left behind by a run or an author."""
     place = PurePosixPath(path)
     if place.name.endswith(LEFT_SUFFIXES) or place.name.casefold() in LEFT_FOLDERS:
         return True
@@ -55,7 +54,7 @@ def is_leftover(path: str, *, is_folder: bool) -> bool:
 
 
 def clean_files(source: Path) -> Iterator[str]:
-    """The paths of the plain files below ``source`` that are no leftovers, sorted; links are not followed nor kept."""
+    """The sorted paths of the plain files below ``source`` that are no leftovers; symbolic links are left out."""
     for folder, folders, files in os.walk(source):
         inner = Path(folder).relative_to(source)
         folders[:] = sorted(
@@ -71,9 +70,10 @@ def clean_files(source: Path) -> Iterator[str]:
 
 
 def copy_clean(source: Path, target: Path, changed: Mapping[str, str | None]) -> None:
-    """Copy the clean files of ``source`` into the new folder ``target``, with some replaced or left out.
+    """Copy the clean files of ``source`` into the new folder ``target``, with ``changed`` ones replaced, or left out
+    for ``None``.
 
-    Files are copied without times, so that these tell nothing.
+    Files are copied without their times, which would give something away.
     """
     target.mkdir(parents=True)
     for path in clean_files(source):
