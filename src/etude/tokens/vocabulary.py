@@ -165,8 +165,8 @@ class Guard:
     Text of people and tools passes through :meth:`hide` before a template sees it, which splits everything that spells
     a control token by a stand-in. So :meth:`encode` can tell which control tokens the template wrote. It replaces these
     by secret names, removes the stand-ins, and encodes with a twin of the tokenizer that knows the control tokens only
-    by their secret names. All other ids are those that the tokenizer gives the whole text. The twin takes as much memory
-    as the tokenizer.
+    by their secret names. All other ids are those that the tokenizer gives the whole text. The twin takes as much
+    memory as the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, controls: Mapping[str, int]) -> None:

@@ -50,7 +50,7 @@ class QmpControl:
 
     @classmethod
     async def open(cls, channel: socket.socket) -> Self:
-        """Negotiate with the process at the other end. Raises :class:`~etude.errors.SandboxError` if it does not answer."""
+        """Negotiate with the process at the other end. Raises :class:`~etude.errors.SandboxError` on no answer."""
         control = cls(*await asyncio.open_connection(sock=channel, limit=LINE_LIMIT_BYTES))
         try:
             await control.ask("qmp_capabilities")
