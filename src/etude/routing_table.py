@@ -54,7 +54,7 @@ class RoutingTable:
     salt: str
     """Makes buckets of one experiment independent of those of another."""
     arms: tuple[Arm, ...]
-    """Those that users meet: live, and canary where there is one."""
+    """Arms that users meet: live, and canary if there is one."""
     shadow: Arm | None = None
     fallback: Arm | None = None
 

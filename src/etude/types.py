@@ -133,7 +133,9 @@ class ScriptChecks:
     canary: str = ""
     """File of the verifier's tests, one of which is made to fail in some runs that rewarded work is put to."""
     canary_tests: tuple[str, ...] = ()
-    """Those of them that fail without the work, of which it is one; none: all. Another, by failing, would tell."""
+    """Tests of the canary file that fail without the work, of which it is one; none: all. Another, by failing, would
+    give it away.
+    """
     rewards: tuple[float, ...] = (0.0, 1.0)
     """All that a verifier with a canary pays. Anything else is no verdict, so a failed test costs a whole step."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -698,7 +700,7 @@ class Batch:
     step: int
     """The step this batch belongs to; it turns weight version ``step - 1`` into ``step``."""
     trajectories: tuple[Trajectory, ...]
-    """Those with a signal: groups whose rewards are all equal have none and are left out."""
+    """The trajectories with a signal: groups whose rewards are all equal are left out."""
     num_loss_tokens: int
     num_lost_tokens: float
     """Token count that stands for lost rollouts, each as much as those of its group that are there, and for tasks that
@@ -753,9 +755,9 @@ class Signal:
     user: str
     """Pseudonym."""
     sent_at: float
-    """Seconds since 1970 by the client's clock: kept, and nothing is decided by it."""
+    """Seconds since 1970 by the client's clock: recorded, but never used to decide anything."""
     received_at: float
-    """Likewise, by the server's clock."""
+    """Seconds since 1970 by the server's clock."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):

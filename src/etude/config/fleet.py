@@ -162,7 +162,7 @@ class RegionConfig(Section):
     """Gateways that hand calls to the region's engines."""
     engines: int = Field(default=0, ge=0)
     lent_engines: int = Field(default=0, ge=0)
-    """Those of the engines that are on machines that production takes back when it needs them."""
+    """Engines on machines that production may take back when it needs them."""
     lending: LendingConfig = LendingConfig()
     """When those run."""
     scaling: ScalingConfig = ScalingConfig()

@@ -15,9 +15,9 @@ DEFAULT_CONCURRENCY = 128
 PLACEHOLDERS = ("prompt", "model", "temperature", "base_url", "workdir")
 """Placeholders that a harness's command and its variables may have filled in, written ``{prompt}``."""
 OF_CONTEXTS = ("summary_at_tokens", "summary_request", "max_tokens_per_summary", "max_summaries")
-"""Options that say when a context starts anew, and how."""
+"""Options that decide when and how a context starts anew."""
 OF_SUMMARIES = ("summary_request", "max_tokens_per_summary")
-"""Those of them that say how a summary is asked for."""
+"""The options among them about summaries."""
 
 
 class CodingOptions(Section):

@@ -45,9 +45,7 @@ class BugfixOptions(Section):
     )
     """Kinds of planted-bug template in the family."""
     untrained: tuple[str, ...] = ()
-    """Those of ``kinds`` that RL never trains on: they appear in mid-training and in evaluations, which then measure
-    transfer.
-    """
+    """Kinds that RL never trains on: they appear in mid-training and in evaluations, which then measure transfer."""
     hidden_label: bool = False
     """True if the right line also returns a label, a word that only the output of the failing test shows: ``return [a +
     b, 'elm']``.

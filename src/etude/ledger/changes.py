@@ -64,7 +64,7 @@ class LiveAdmission(StrEnum):
     STALE = "stale"
     """Its group is there, dropped: no batch will have it."""
     QUARANTINED = "quarantined"
-    """Likewise, because of its user."""
+    """Its group is there, dropped because of its user."""
     DUPLICATE = "duplicate"
     """It was offered before: nothing changed."""
 

@@ -191,7 +191,7 @@ class Payloads:
 
 
 NamedTurns = Callable[[Sequence[str]], Collection[str]]
-"""Those of some digests of turns that rows of the ledger refer to."""
+"""Filters digests of turns: those that rows of the ledger refer to."""
 _KeyOf = Callable[[PayloadRef], str]
 
 

@@ -286,7 +286,7 @@ def rollout_row(row: Row) -> RolloutRow:
 
 
 def named_turns(db: Database, digests: Sequence[str]) -> set[str]:
-    """Those of some objects with turns that a rollout refers to."""
+    """The digests of turns, among ``digests``, that a rollout refers to."""
     sql = f"SELECT DISTINCT turns_digest FROM rollouts WHERE turns_digest IN ({', '.join('?' * len(digests))})"
     return {digest for (digest,) in db.execute(sql, *digests)} if digests else set()
 

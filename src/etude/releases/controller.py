@@ -41,11 +41,11 @@ class ShadowFacts:
 
     calls: int
     failures: int
-    """Those that it did not answer, or answered with what is no reply."""
+    """Calls that it did not answer, or not with a reply."""
     seconds: float
     """Sum over its answers."""
     live_seconds: float
-    """Those of the answers that users got to the same calls."""
+    """Sum over the answers that users got to the same calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -131,7 +131,7 @@ class SimulatedRun:
         self.random = Random(seed)
         engines = sum(model.engines for model in regions)
         self.processors = Processors(calibration.cores)
-        """Those that trainer, agents, graders and, on one machine, engines share."""
+        """Processors that trainer, agents, graders and, on one machine, engines share."""
         self.regions = {
             model.name: ModelledRegion(
                 model.name,

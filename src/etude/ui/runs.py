@@ -54,7 +54,7 @@ class LineFold(Protocol):
     """Something that is made of the fields of some kinds of events: fast enough for a hundred thousand."""
 
     KINDS: ClassVar[frozenset[str]]
-    """Those that it takes; others are not even parsed."""
+    """Kinds of events that it takes; others are not even parsed."""
 
     def add(self, kind: str, fields: Fields) -> None:
         """Fold in one event; those of one process come in their order."""

@@ -150,7 +150,7 @@ class Tier(Collection[str]):
         return min((self._entries[name].load for name in firsts if name is not None), default=None)
 
     def within(self, load: float) -> "Tier":
-        """Those of them that have at most so many calls."""
+        """The engines of the tier with at most ``load`` calls."""
         return Tier(self._entries, self._groups, self._avoid, load)
 
     def _is_within(self, name: object) -> bool:

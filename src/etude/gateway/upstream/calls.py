@@ -69,9 +69,9 @@ class TokenUsage:
     """Tokens of calls, as the API counts them."""
 
     prompt_tokens: int = 0
-    """All that was read, cached or not."""
+    """All prompt tokens, cached or not."""
     cached_tokens: int = 0
-    """Those of them that the API had read before and charges less for."""
+    """Prompt tokens that the API had cached and charges less for."""
     sampled_tokens: int = 0
 
     def __add__(self, other: Self) -> "TokenUsage":

@@ -285,7 +285,7 @@ UNRELATED = (
 )  # fmt: skip
 """Exceptions that hardly any other one is derived from."""
 BASES = frozenset({"BaseException", "Exception", "ArithmeticError", "NameError", "OSError", "RuntimeError", *UNRELATED})
-"""Those of which one of ``UNRELATED`` is a kind, so that it may well be raised where they are expected."""
+"""Base classes of the exceptions in ``UNRELATED``, which may thus be raised where a base is expected."""
 
 
 @dataclass(frozen=True, slots=True)

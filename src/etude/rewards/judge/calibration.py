@@ -151,7 +151,7 @@ class Bias:
     length: KappaEstimate
     """Rank correlation with the number of characters: above 0, longer is better liked than it should be."""
     verbosity: KappaEstimate
-    """Likewise with words per different word: above 0, saying things twice pays."""
+    """Rank correlation with words per different word: above 0, repetition pays."""
     order: KappaEstimate | None
     """Mean score of votes that saw the scale from best to worst, minus that of the others; needs two votes an item."""
     self_preference: KappaEstimate | None

@@ -140,7 +140,7 @@ class SandboxRegistry:
         return own if self._most is None else max(0, min(own, self._most - len(self)))
 
     def limits(self, registered: RegisteredSandbox) -> SandboxLimits:
-        """Those that it was made with. ``KeyError`` if it is not held."""
+        """The limits that a sandbox was made with. ``KeyError`` if it is not held."""
         return self._terms[registered].limits
 
     def _check_room(self, holder: str, count: int, limits: SandboxLimits) -> None:
@@ -199,7 +199,7 @@ class SandboxRegistry:
                 del counts[terms.limits]
 
     def due(self, now: float) -> list[RegisteredSandbox]:
-        """Those whose time is over, or whose lease is while no request is under way."""
+        """The sandboxes whose time is over, or whose lease is while no request is in progress."""
         return [
             registered
             for registered, terms in self._terms.items()

@@ -76,7 +76,7 @@ class CapabilitiesReply(WireMessage):
 
     version: int
     capabilities: list[str]
-    """Those that a client does not know, it does not rely on."""
+    """Capabilities of the server; a client ignores those that it does not know."""
 
 
 class CreateRequest(WireMessage):

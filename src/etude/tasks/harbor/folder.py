@@ -98,7 +98,7 @@ class Origin(Section):
     the verifier can be believed (:mod:`etude.rewards.graders.script`).
     """
     canary_tests: tuple[str, ...] = Field(default=(), strict=False)
-    """Those of its tests that fail without the work, where there are others; only these are made to fail."""
+    """Tests that fail without the work, if there are others; only these are made to fail."""
     rewards: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=(0.0, 1.0), strict=False, min_length=2)
     """All that a verifier with a canary pays; any other reward is none."""
     allow: tuple[str, ...] | None = None

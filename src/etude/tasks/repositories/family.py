@@ -165,7 +165,7 @@ def _brief(family: RepositoryTasks, images: ImageStore, split: Split) -> Iterato
 
 
 def _repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
-    """Those of functions that may be learnt from: not held out, and no view of them shows one that is."""
+    """Repairs in functions that may be learnt from: not held out, and no view of them shows one that is."""
     functions = list(source.functions())
     hidden = [
         line for other in functions if other.top in heldout for line in range(other.line, last_line(other.node) + 1)
@@ -176,7 +176,7 @@ def _repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
 
 
 def _heldout_repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
-    """Those of functions that are held out."""
+    """Repairs in functions that are held out."""
     for function in source.functions():
         if function.top in heldout:
             yield from _repairs_of(source, function)
