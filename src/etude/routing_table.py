@@ -101,7 +101,7 @@ class RoutingTable:
                 **fields,
             )
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"this is no routing table: {error!r}") from error
+            raise ValueError(f"this is not a routing table: {error!r}") from error
 
 
 def bucket(salt: str, user: str) -> float:

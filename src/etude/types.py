@@ -371,7 +371,7 @@ class PayloadRef:
 
     def __post_init__(self) -> None:
         if len(self.digest) != SHA256_HEX or not set(self.digest) <= set("0123456789abcdef"):
-            raise ValueError(f"payload digest {self.digest!r} is no SHA-256 in hex")
+            raise ValueError(f"payload digest {self.digest!r} is not a SHA-256 in hex")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -254,7 +254,7 @@ class FleetConfig(Section):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"regions: the name {twice[0]!r} is there twice: each region has one of its own")
         if self.home not in names:
-            raise ValueError(f"home = {self.home!r} is no region: expected one of {', '.join(map(repr, names))}")
+            raise ValueError(f"home = {self.home!r} is not a region: expected one of {', '.join(map(repr, names))}")
         if not self.home_region.gateways:
             raise ValueError(f"regions: {self.home} is home and has no gateway: set gateways = 1 or more")
         if not any(region.engines for region in self.regions):

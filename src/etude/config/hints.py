@@ -28,7 +28,7 @@ class HintRule(Section):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"hints.rules: {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"hints.rules: {pattern!r} is not a regular expression: {error}") from error
         return pattern
 
 

@@ -68,7 +68,7 @@ def check_arguments(arguments: dict[str, "Argument"]) -> dict[str, "Argument"]:
     for name in arguments:
         if not ARGUMENT.fullmatch(name):
             raise ValueError(
-                f"{name!r} is no argument of a server: write it as on its command line, without `--`, such as "
+                f"{name!r} is not an argument of a server: write it as on its command line, without `--`, such as "
                 "`tensor-parallel-size = 2`"
             )
         if name in OURS:

@@ -171,7 +171,7 @@ class Condition:
         form = CONDITION.fullmatch(text)
         if form is None:
             raise ValueError(
-                f"{text!r} is no condition: expected such as 'mismatch > 0.001', 'reward_mean < 0.1 for 5 steps' or "
+                f"{text!r} is not a condition: expected such as 'mismatch > 0.001', 'reward_mean < 0.1 for 5 steps' or "
                 f"'lag >= 4 for 600 s'"
             )
         lasting, unit = float(form["lasting"] or 0), form["unit"]
@@ -236,7 +236,7 @@ class AlertConfig(Section):
         if self.webhook and not self.webhook.startswith("$"):
             parts = urlsplit(self.webhook)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{where}: webhook is no URL: expected https://HOST/PATH, or $NAME")
+                raise ValueError(f"{where}: webhook is not a URL: expected https://HOST/PATH, or $NAME")
         return self
 
 

@@ -97,7 +97,7 @@ class CommandOptions(Section):
                     raise ValueError(f"{command}: {{{name}}} in {text!r} is none of {', '.join(PLACEHOLDERS)}")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"harness.options.environment: {name!r} is no name of a variable")
+                raise ValueError(f"harness.options.environment: {name!r} is not a valid variable name")
         for name, text in self.files.items():
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or text.startswith("@"):
                 raise ValueError(

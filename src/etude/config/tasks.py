@@ -417,7 +417,7 @@ class RemoteOptions(Section):
             )
         for url in self.urls or (self.url,):
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{table}: {url!r} is no URL of a server: expected http://… or https://…")
+                raise ValueError(f"{table}: {url!r} is not a URL of a server: expected http://… or https://…")
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(f"{table}.urls = {list(self.urls)}: name each server once")
         return self

@@ -156,9 +156,9 @@ class Forecast:
         try:
             forecast._peaks = {int(hour): float(peak) for hour, peak in json.loads(text).items()}
         except (AttributeError, TypeError) as error:
-            raise ValueError(f"this is no forecast: {error}") from error
+            raise ValueError(f"this is not a forecast: {error}") from error
         if any(not 0 <= hour < WEEK_HOURS for hour in forecast._peaks):
-            raise ValueError(f"this is no forecast: hours of a week are 0 to {WEEK_HOURS - 1}")
+            raise ValueError(f"this is not a forecast: hours of a week are 0 to {WEEK_HOURS - 1}")
         return forecast
 
     def _learn(self, hour: int, peak: float) -> None:

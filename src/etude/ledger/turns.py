@@ -99,7 +99,7 @@ def decode_turns(data: bytes) -> tuple[Turn, ...]:
     try:
         arrays = _in_todays_form(load(data))
     except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"turns of {len(data)} bytes are no safetensors file: {error}") from error
+        raise ValueError(f"turns of {len(data)} bytes are not a safetensors file: {error}") from error
     num_turns = _check(arrays)
     for array in arrays.values():
         array.flags.writeable = False

@@ -198,7 +198,7 @@ def _members(key: str, folder: Path) -> Iterator[tuple[str, Path]]:
         elif path.is_file() or path.is_dir():
             yield name, path
         else:
-            raise ConfigError(f"{key}: {path} is no file, folder or link and cannot be copied: remove it")
+            raise ConfigError(f"{key}: {path} is not a file, folder or link and cannot be copied: remove it")
 
 
 def _packed(data: DataPath, scratch: Path) -> Path:

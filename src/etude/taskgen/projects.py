@@ -164,7 +164,7 @@ def _project_name(name: object) -> str:
     """The name of a project, if it is one that indexes would take: folders of tasks are called by it."""
     if not isinstance(name, str) or not PROJECT_NAME.fullmatch(name.strip()):
         raise SourceError(
-            f"{name!r} is no name of a project: write letters, digits, '.', '-' and '_', the first and the last a "
+            f"{name!r} is not a valid project name: write letters, digits, '.', '-' and '_', the first and the last a "
             "letter or digit, as name in [project] of pyproject.toml (in PKG-INFO, where there is one)"
         )
     return name.strip()
@@ -316,7 +316,7 @@ def _toml(text: str) -> Mapping[str, Any]:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise SourceError(f"pyproject.toml is no TOML: {error}") from error
+        raise SourceError(f"pyproject.toml is not TOML: {error}") from error
 
 
 def _ini(text: str) -> Mapping[str, Mapping[str, str]]:

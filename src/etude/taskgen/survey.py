@@ -71,7 +71,7 @@ class Survey:
                 calls={name: tuple(calls) for name, calls in fields["calls"].items()},
             )
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"this is no survey: {error!r}") from error
+            raise ValueError(f"this is not a survey: {error!r}") from error
 
 
 def survey_of(runs: Sequence[RunObservation], watched: RunObservation) -> Survey:

@@ -35,7 +35,7 @@ def read(text: str, folder: Path) -> FleetConfig:
         (f'launcher = "rae"\n{SOUND}', "launcher = 'rae' is no launcher: did you mean 'ray'?"),
         (f'{SOUND}[options]\naddress = "auto"\n', "unknown key 'fleet.options.address': it would have no effect"),
         (SOUND.replace('name = "here"', 'name = "There"'), "'There': expected small letters, digits and hyphens"),
-        (SOUND.replace('home = "here"', 'home = "there"'), "home = 'there' is no region: expected one of 'here'"),
+        (SOUND.replace('home = "here"', 'home = "there"'), "home = 'there' is not a region: expected one of 'here'"),
         (f"{SOUND}gateways = 0\n", "here has engines and no gateway"),
         (SOUND.replace("engines = 1", ""), "no region has engines"),
         (f"{SOUND}lent_engines = 2\n", "lent_engines = 2 are more than its engines = 1"),

@@ -108,7 +108,7 @@ def test_data_that_cannot_be_copied_are_refused_before_there_is_a_run(source: Pa
         create_run(str(url), config_of(source))
     (source / "model" / "out").unlink()
     os.mkfifo(source / "model" / "pipe")
-    with pytest.raises(ConfigError, match=r"model\.checkpoint: .*pipe is no file, folder or link"):
+    with pytest.raises(ConfigError, match=r"model\.checkpoint: .*pipe is not a file, folder or link"):
         create_run(str(url), config_of(source))
     (source / "model" / "pipe").unlink()
     (source / "chats.jsonl").unlink()

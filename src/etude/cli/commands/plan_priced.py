@@ -48,7 +48,7 @@ def load_plan(hardware: str, assume: Sequence[str] = ()) -> PricedPlan:
 
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise ConfigError(f"--hardware {str(file)!r} is no GPU ({', '.join(load_gpus())}) and no file")
+        raise ConfigError(f"--hardware {str(file)!r} is neither a GPU ({', '.join(load_gpus())}) nor a file")
     return read_toml(file)
 
 

@@ -75,7 +75,7 @@ def approve(
         raise ConfigError("release.approvals = 0: nobody has to agree in this run")
     with open_releases(folder) as store:
         if not any(one.version == version and one.state in PENDING_STATES for one in store.releases()):
-            raise UserError(f"version {version} is no candidate now: see `etude release status {run}`")
+            raise UserError(f"version {version} is not a candidate now: see `etude release status {run}`")
         name = by or getpass.getuser()
         store.ask(ReleaseRequest(kind=RequestKind.APPROVE, by=name, at=unix_s(), version=version))
     print(f"{name} agrees with version {version}; {needed} different people must")

@@ -275,7 +275,7 @@ def log_of(store: str, *, log_id: str | None = None, at_least: int = 0, far: boo
             raise RunFolderError(f"no weight version is published in the run {store} yet")
         return open_store(folder.store, creates=False, log_id=log_id or log_id_of(folder), at_least=at_least)
     if "://" not in store and not folder.path.is_dir():
-        raise RunFolderError(f"{store!r} is no run folder and no weight store")
+        raise RunFolderError(f"{store!r} is neither a run folder nor a weight store")
     return open_store(store, creates=False, log_id=log_id, at_least=at_least, far=far)
 
 

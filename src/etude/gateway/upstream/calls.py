@@ -39,7 +39,7 @@ class Upstream:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {self.url!r} is no URL of an API: expected http://… or https://…")
+            raise ConfigError(f"--url {self.url!r} is not a URL of an API: expected http://… or https://…")
         if not self.model:
             raise ConfigError("--model is empty: name the model as its API does")
 

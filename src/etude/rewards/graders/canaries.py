@@ -324,7 +324,7 @@ class TestSource:
         try:
             tree = ast.parse(self.text)
         except (SyntaxError, RecursionError, MemoryError) as error:
-            raise ValueError(f"hidden tests are no Python: {error}") from error
+            raise ValueError(f"hidden tests are not Python: {error}") from error
         self._lines = Lines(self.text)
         self._functions = dict(functions_in(tree.body))
         self._bases = dict(classes_in(tree.body))

@@ -240,7 +240,7 @@ def parse_calibration(text: str, source: str) -> Calibration:
         parts = {"agreement": Agreement(**agreement), "bias": Bias(**bias), "items": items}
         return Calibration(**(tree | parts))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{source} is no calibration: {error}; write it with `etude judge calibrate`") from error
+        raise ConfigError(f"{source} is not a calibration: {error}; write it with `etude judge calibrate`") from error
 
 
 def distrust(calibration: Calibration | None, pin: str, min_agreement: float) -> str:

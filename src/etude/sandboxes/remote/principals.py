@@ -263,7 +263,7 @@ class Permissions:
         if self.images is None:
             if image.layers:
                 return None
-            raise ConfigError(f"image {image.digest!r} is no snapshot, and this server has no store of images")
+            raise ConfigError(f"image {image.digest!r} is not a snapshot, and this server has no store of images")
         return self.images(image.digest)
 
     def _check(self, paths: Iterable[Path], what: str) -> None:

@@ -100,12 +100,12 @@ def _checked(record: dict[str, object]) -> ToolObservation:
         raise KeyError(f"no {', '.join(sorted(missing))}")
     arguments = record.get("arguments") or {}
     if not isinstance(arguments, dict):
-        raise TypeError(f"arguments {arguments!r} are no object")
+        raise TypeError(f"arguments {arguments!r} are not an object")
     code, seconds = record.get("exit_code"), record.get("seconds")
     if not isinstance(code, int | None) or not isinstance(seconds, int | float | None):
-        raise TypeError(f"exit_code {code!r} or seconds {seconds!r} is no number")
+        raise TypeError(f"exit_code {code!r} or seconds {seconds!r} is not a number")
     if not isinstance(record["observation"], str):
-        raise TypeError(f"observation {record['observation']!r} is no text")
+        raise TypeError(f"observation {record['observation']!r} is not a text")
     return ToolObservation(
         session=str(record["session"]),
         tool=str(record.get("tool") or ""),

@@ -208,7 +208,7 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
     Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for the first thing that is broken or missing.
     """
     if not folder.is_dir():
-        raise TaskFolderError(f"{folder} is no folder: name one that has a {SETTINGS}")
+        raise TaskFolderError(f"{folder} is not a folder: name one that has a {SETTINGS}")
     source = str(folder / SETTINGS)
     settings = parse_settings(_text(folder, SETTINGS), source=source, offline=offline)
     for path, fix in UNSUPPORTED_FILES:

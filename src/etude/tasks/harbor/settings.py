@@ -190,7 +190,7 @@ class EnvironmentSettings(Section):
     def _plain_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
         wrong = [host for host in hosts if not HOST.fullmatch(host)]
         if wrong:
-            raise ValueError(f"{wrong} are no plain host names: write each host out, without wildcards or ranges")
+            raise ValueError(f"{wrong} are not plain host names: write each host out, without wildcards or ranges")
         return hosts
 
     @model_validator(mode="after")
@@ -261,7 +261,7 @@ def parse_settings(text: str, *, source: str, offline: bool = False) -> TaskSett
     try:
         tree = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise TaskFolderError(f"{source} is no TOML: {error}") from error
+        raise TaskFolderError(f"{source} is not TOML: {error}") from error
     faults = [f"{key} = {value!r}: {REFUSED[key]}" for key, value in _take_refused(tree) if value]
     settings = None
     try:

@@ -76,7 +76,7 @@ def test_old_names_of_keys_are_understood() -> None:
         ("schema_version = '2.0'", "schema_version = '2.0'"),
         ("artifacts = [{ source = 'a', exclude = ['b'] }]", "artifacts.0.exclude"),
         ("artifacts = [{ source = 'a', service = 'db' }]", "artifacts.0.service"),
-        ("[environment\n", "is no TOML"),
+        ("[environment\n", "is not TOML"),
     ],
 )
 def test_what_would_change_the_task_is_refused_by_name(text: str, words: str) -> None:
