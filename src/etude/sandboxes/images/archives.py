@@ -169,7 +169,7 @@ def _entry(member: tarfile.TarInfo, tar: bytes) -> Entry:
         return Entry(name=name, kind=EntryKind.LINK, target=member.linkname, mtime_s=mtime_s)
     if not member.isreg() or member.issparse():
         raise ValueError(
-            f"{name!r} is not a file, folder or symbolic link (tar type {member.type!r}): it is not unpacked"
+            f"{name!r} is not a file, folder or symbolic link (tar type {member.type!r})"
         )
     data = tar[member.offset_data : member.offset_data + member.size]
     if len(data) != member.size:

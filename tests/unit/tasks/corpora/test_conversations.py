@@ -117,7 +117,7 @@ def test_what_follows_the_last_reply_is_left_out() -> None:
         (line_of([{"role": "user", "content": "a", "weight": 0}]), "message 1 has 'weight'"),
         (line_of([{"role": "assistant", "content": "a", "weight": 0.5}]), "message 1 has weight 0.5"),
         (line_of([{"role": "assistant", "refusal": "no"}]), "message 1 is a refusal"),
-        (line_of([{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}]), "function is not an object"),
+        (line_of([{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}]), "function is not an"),
         (
             line_of([{"role": "assistant", "tool_calls": [
                 {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
