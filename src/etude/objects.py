@@ -334,9 +334,7 @@ class ObjectStore:
         except (OSError, ValueError):
             return  # the storage itself says what that is
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise DamagedError(
-                f"object {key!r} in {self.url} is not a file but a pipe, socket or device: remove it"
-            )
+            raise DamagedError(f"object {key!r} in {self.url} is not a file but a pipe, socket or device: remove it")
 
     def _size_bytes(self, key: str) -> int | None:
         self._require_file(key)

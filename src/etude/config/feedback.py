@@ -37,7 +37,7 @@ class SignalPart(Section):
     range: tuple[float, float]
     """The lowest and the highest value that count."""
     per: Literal["session", "turn"] = "session"
-    """Scope of the reward: the whole session, or only the turn of the signal, which needs ``credit.kind = "shaped"``."""
+    """Scope of the reward: the whole session, or the turn of the signal alone, with ``credit.kind = "shaped"``."""
     missing: Literal["estimate"] | float = "estimate"
     """Value of a session without the signal: an estimate from sessions that were equally likely to send one; or a
     number, if the product reports every occurrence, so that silence means something.

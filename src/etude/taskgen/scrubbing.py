@@ -16,15 +16,8 @@ LEFT_FOLDERS = frozenset(
     {
         *(GIT, ".hg", ".svn", ".bzr", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"),
         *(".tox", ".nox", ".venv", "venv", "node_modules", ".eggs", "htmlcov", ".cache", ".idea", ".vscode", ".pytype"),
-        *(
-            "site-packages",
-            "__pypackages__",
-            ".coverage_html",
-            ".ipynb_checkpoints",
-            ".pyre",
-            ".dmypy.json",
-            ".nyc_output",
-        ),
+        *("site-packages", "__pypackages__", ".coverage_html", ".ipynb_checkpoints", ".pyre", ".nyc_output"),
+        ".dmypy.json",
     }
 )
 """Names, in lower case, of folders with history, caches or copies, at any depth. Files with such names are left out as

@@ -168,9 +168,7 @@ def _entry(member: tarfile.TarInfo, tar: bytes) -> Entry:
             raise ValueError(f"the link {name!r} leads nowhere")
         return Entry(name=name, kind=EntryKind.LINK, target=member.linkname, mtime_s=mtime_s)
     if not member.isreg() or member.issparse():
-        raise ValueError(
-            f"{name!r} is not a file, folder or symbolic link (tar type {member.type!r})"
-        )
+        raise ValueError(f"{name!r} is not a file, folder or symbolic link (tar type {member.type!r})")
     data = tar[member.offset_data : member.offset_data + member.size]
     if len(data) != member.size:
         raise ValueError(f"the archive is cut short in {name!r}")
