@@ -1,8 +1,8 @@
 """étude's side of TRL's run in `bench loop`: environments and grades for it, and the times of its steps.
 
-    loop_trl_worker.py ──reset, act──▶ a sandbox each, the tools of the built-in harness
-                       ──grade──▶ the hidden tests
-                       ──step, saved──▶ times, weight versions
+    trl_worker.py ──reset, act──▶ a sandbox each, the tools of the built-in harness
+                  ──grade──▶ the hidden tests
+                  ──step, saved──▶ times, weight versions
 
 So TRL's rollouts run in the same sandboxes as étude's and are graded by the same code. TRL calls tools one after the
 other, so sandboxes are mostly idle here; a whole batch is graded concurrently.
@@ -80,10 +80,10 @@ class Environments:
         """The answer to ``reset``, ``act`` or ``grade``."""
         match question["verb"]:
             case "reset":
-                await self._reset(cast("int", question["world"]), cast("int", question["task"]))
+                await self._reset(cast("int", question["environment"]), cast("int", question["task"]))
                 return {}
             case "act":
-                environment = self.open[cast("int", question["world"])]
+                environment = self.open[cast("int", question["environment"])]
                 call = tools.parse_call(str(question["call"]))
                 return {"observation": await observe(call, environment.task.checks, environment.sandbox)}
             case "grade":

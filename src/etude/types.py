@@ -102,12 +102,12 @@ class TestChecks:
     about: int
     """Number of ``must_pass`` that fail in the world that the agent was given."""
     artefacts: tuple[str, ...]
-    """Files and folders, relative to the working folder, that are carried over from the agent's world."""
+    """Files and folders, relative to the working folder, that are carried over from the agent's sandbox."""
     command: tuple[str, ...] = ("python3", "-m", "pytest")
     """Command that runs the tests; node ids and options are added."""
     probes: tuple[Probe, ...] = ()
     visible: tuple[str, ...] = ()
-    """Node ids or files in the agent's world that its own ``test`` runs; none: all that are there."""
+    """Node ids or files in the agent's sandbox that its own ``test`` runs; none: all that are there."""
     timeout_s: float = 120.0
     """For one whole run of the tests."""
 
@@ -129,7 +129,7 @@ class ScriptChecks:
     """The verifier's files, relative to ``/tests``."""
     command: tuple[str, ...] = ("bash", "/tests/test.sh")
     artefacts: tuple[str, ...] = (".",)
-    """Files and folders, relative to the working folder, that are carried over from the agent's world."""
+    """Files and folders, relative to the working folder, that are carried over from the agent's sandbox."""
     canary: str = ""
     """File of the verifier's tests, one of which is made to fail in some runs that rewarded work is put to."""
     canary_tests: tuple[str, ...] = ()

@@ -413,13 +413,13 @@ def put_lease(db: Database, lease: Lease) -> None:
 
 
 def other_workers(db: Database, purpose: str, mine: str) -> list[str]:
-    """The seats but mine under which open groups of a purpose are being filled."""
+    """Names of the workers other than ``mine`` that fill open groups of a purpose."""
     sql = "SELECT DISTINCT seat FROM groups WHERE purpose = ? AND state = 'open' AND seat <> ?"
     return [worker for (worker,) in db.execute(sql, purpose, mine)]
 
 
 def reassign_groups(db: Database, purpose: str, worker: str, to: str) -> None:
-    """Hand the open groups of a seat to another one."""
+    """Hand the open groups of a worker to another one."""
     sql = "UPDATE groups SET seat = ? WHERE purpose = ? AND state = 'open' AND seat = ?"
     db.execute(sql, to, purpose, worker)
 

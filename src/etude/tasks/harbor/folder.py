@@ -62,7 +62,7 @@ FILES: Mapping[str, str] = MappingProxyType(
 """Files that are read, by étude or podman, and how far."""
 UNSUPPORTED_FILES = (
     ("trajectory.json", "agents begin with the instruction alone"),
-    ("environment/singularity-compose.yaml", "a world is one sandbox: write a Dockerfile"),
+    ("environment/singularity-compose.yaml", "a task has one sandbox: write a Dockerfile"),
     ("tests/Dockerfile", "the verifier has a fresh copy of the task's own image: install its programs there"),
     ("tests/test.bat", "sandboxes are Linux: write tests/test.sh"),
     ("solution/solve.bat", "sandboxes are Linux: write solution/solve.sh"),
