@@ -252,7 +252,7 @@ class FleetConfig(Section):
     def _sound(self) -> Self:
         names = [region.name for region in self.regions]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"regions: the name {twice[0]!r} is there twice: each region has one of its own")
+            raise ValueError(f"regions: the name {twice[0]!r} is used twice: each region needs its own")
         if self.home not in names:
             raise ValueError(f"home = {self.home!r} is not a region: expected one of {', '.join(map(repr, names))}")
         if not self.home_region.gateways:

@@ -194,7 +194,7 @@ def _members(key: str, folder: Path) -> Iterator[tuple[str, Path]]:
             elif path.is_file():
                 yield name, path.resolve()
             else:
-                raise ConfigError(f"{key}: the link {path} leads out of the folder and to no file: remove it")
+                raise ConfigError(f"{key}: the link {path} points outside of the folder, to no file: remove it")
         elif path.is_file() or path.is_dir():
             yield name, path
         else:

@@ -105,7 +105,7 @@ class StoredFiles:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"manifest {where} cannot be read: {error}; restore it from a copy") from error
         if self._key is not None and not hmac.compare_digest(signature.encode(), self._sign(number, files).encode()):
-            raise DamagedError(f"manifest {where} is not signed with this key: somebody else wrote it, or without one")
+            raise DamagedError(f"manifest {where} is not signed with this key: another key wrote it, or none")
         return files
 
     def put(self, number: int, files: FileSet) -> bool:

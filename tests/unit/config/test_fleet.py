@@ -39,7 +39,7 @@ def read(text: str, folder: Path) -> FleetConfig:
         (f"{SOUND}gateways = 0\n", "here has engines and no gateway"),
         (SOUND.replace("engines = 1", ""), "no region has engines"),
         (f"{SOUND}lent_engines = 2\n", "lent_engines = 2 are more than its engines = 1"),
-        (f'{SOUND}[[regions]]\nname = "here"\n', "the name 'here' is there twice"),
+        (f'{SOUND}[[regions]]\nname = "here"\n', "the name 'here' is used twice"),
         (f'{SOUND}[[regions]]\nname = "eu"\n', "here has no store"),
         ("home = ", "is not valid TOML"),
     ],

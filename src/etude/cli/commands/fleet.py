@@ -112,7 +112,7 @@ def drain(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if process.command == "train":
-        raise ConfigError("a run without its trainer stands still: stop the run instead, --resume goes on")
+        raise ConfigError("a run makes no progress without its trainer: stop it instead, --resume continues")
     objects = fleet_objects(open_run_folder(run), process.region)
     if undo:
         objects.undrain(name)

@@ -72,7 +72,7 @@ def approve(
     folder = open_run_folder(run)
     needed = folder.config().release.approvals
     if not needed:
-        raise ConfigError("release.approvals = 0: nobody has to agree in this run")
+        raise ConfigError("release.approvals = 0: releases of this run need no approval")
     with open_releases(folder) as store:
         if not any(one.version == version and one.state in PENDING_STATES for one in store.releases()):
             raise UserError(f"version {version} is not a candidate now: see `etude release status {run}`")

@@ -87,7 +87,7 @@ def read_object(reply: str) -> dict[str, Json] | ReplyFault:
 def _once(pairs: Sequence[tuple[str, Json]]) -> dict[str, Json]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return fields
 
 

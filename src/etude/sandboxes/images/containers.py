@@ -387,7 +387,7 @@ class _OwnFiles:
     def _below(self, place: str) -> Path | None:
         """The image's file or folder at a place. Raises :class:`~etude.errors.ConfigError` where links lead there."""
         if any(link := first_link(tree, place) for tree in (*self._trees, self._root)):
-            raise ConfigError(f"{self._what} has a link at {link}, where {place} shall be: name the place itself")
+            raise ConfigError(f"{self._what} has a link at {link}, where {place} is expected: name the place itself")
         return _topmost(self._trees, place)
 
 

@@ -217,7 +217,7 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
     origin = _origin(settings, source)
     instruction = without_canary(_text(folder, INSTRUCTION)).strip("\n")
     if not instruction.strip():
-        raise TaskFolderError(f"{folder / INSTRUCTION} is empty: say what the agent shall do")
+        raise TaskFolderError(f"{folder / INSTRUCTION} is empty: say what the agent should do")
     task = HarborTask(
         name=_name(settings, folder, source),
         folder=folder,
@@ -281,7 +281,7 @@ def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
         if LEFT_OUT.search(path):
             continue
         if file.is_symlink() and not file.resolve().is_relative_to(root):
-            raise TaskFolderError(f"{file} leads out of {folder}: copy what it points to")
+            raise TaskFolderError(f"{file} points outside of {folder}: copy its target instead")
         if file.is_file():
             yield path, file
 
