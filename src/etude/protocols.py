@@ -294,9 +294,9 @@ class FamilyContext:
 
     seed: int
     heldout_every: int
-    """One template in so many is held out."""
+    """Holdout ratio: one template in this many is held out."""
     texts_heldout_every: int
-    """One module of the standard library in so many is held out, as for mid-training."""
+    """The same for modules of the standard library, as for mid-training."""
     folder: Path
     """``tasks.folder``."""
     images: Path | None

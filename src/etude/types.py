@@ -641,7 +641,7 @@ class Group:
     epoch: int = 1
     """Time, from 1, that the task is admitted for training in this run."""
     lost: int = 0
-    """Slots given up to infrastructure: so many rollouts more were planned."""
+    """Slots given up to infrastructure: rollouts that were planned and are missing."""
     weight: float = 1.0
     """Importance weight of the task: how likely it is to be drawn if all tasks are, over how likely it was."""
 

@@ -16,7 +16,7 @@ THIRD_PARTY = ("verifiers", "openenv")
 OF_MACHINES = ("repository", "migrations", "harbor")
 """Families whose tasks need a machine around their files; those of others say so one by one."""
 ENDLESS = ("bugfix", "migrations", "lookup", "nextedit", "openenv")
-"""Families that make new training tasks for as long as they are asked; the others have so many, and epochs of them."""
+"""Families with an endless supply of new training tasks; the others have a fixed number, and epochs."""
 ASKING = ("dataset", "lookup", "nextedit", "summaries")
 """Families that ask for an answer, which an external harness has no way to give."""
 EITHER = ("requests", "suite")

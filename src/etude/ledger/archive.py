@@ -33,7 +33,7 @@ from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.types import Disposition, Group, ObservedSession, Rollout, RolloutStatus, Task
 
 ALIKE_CHARACTERS = 60
-"""Reasons that have so many in common at their beginning are counted as one."""
+"""Length of a common beginning from which reasons are counted as one."""
 Comparison: TypeAlias = Literal["<", "<=", "=", ">=", ">", "!="]
 """Comparison of a reward with a bound."""
 COMPARISON = re.compile(rf"\s*({'|'.join(sorted(get_args(Comparison), key=len, reverse=True))})\s*(\S+)\s*")

@@ -49,7 +49,7 @@ class StoredTurns:
 
 
 def few(items: Sequence[Item], most: int) -> Iterator[Sequence[Item]]:
-    """``items``, so many at a time."""
+    """``items`` in batches."""
     return (items[start : start + most] for start in range(0, len(items), most))
 
 

@@ -355,7 +355,7 @@ async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> N
 
 
 async def _evaluate_on_the_way(parts: RolloutParts) -> None:
-    """Measure every so many versions while training goes on, a few tasks each time.
+    """Evaluate at intervals of versions during training, with a few tasks each time.
 
     Nothing waits for it. One that is late gives way to the next, so there is never more than one.
     """

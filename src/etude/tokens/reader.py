@@ -133,7 +133,7 @@ class IncrementalReader:
         return deltas
 
     def _tokens_until(self, characters: int) -> int:
-        """Count of the tokens that it took to complete so many characters, at least one, of the raw text."""
+        """Number of tokens, at least one, that completed the first ``characters`` characters of the raw text."""
         last = bisect_left(self._fed, characters, key=lambda fed: fed[0]) - 1
         num_tokens = sum(len(token_ids) for _, _, token_ids in self._fed[:last])
         reached, state, token_ids = self._fed[last]

@@ -96,7 +96,7 @@ def add_key(
     expires_s: float | None,
     users: tuple[str, bool] = ("", False),
 ) -> tuple[str, str]:
-    """Make a key that may make ``per_minute`` requests and take so many tokens.
+    """Make a key with limits of requests and tokens per minute.
 
     ``users`` is the id of the production key whose users it reports on, and the consent of its own where a call says
     nothing.

@@ -55,7 +55,7 @@ def _read(file: Path) -> dict[str, Any]:
 def show_priced(
     config: RunConfig, plan: PricedPlan, goal: Goal | None, seed: int, *, hours: float | None, as_json: bool
 ) -> None:
-    """Simulate a plan, for so many hours or a few steps, and print it; with a goal, the best split for it."""
+    """Simulate a plan, for some hours or a few steps, and print it; with a goal, the best split for it."""
     resolved = resolved_there(config)
     console = Console(stderr=as_json)
     with console.status("simulating"):

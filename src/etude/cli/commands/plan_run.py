@@ -69,7 +69,7 @@ def run(
     ] = "",
     hours: Annotated[
         float | None,
-        typer.Option(min=1.0, help="With --hardware: so many, from midnight (default: a few steps)."),
+        typer.Option(min=1.0, help="With --hardware: hours to simulate, from midnight (default: a few steps)."),
     ] = None,
     fleet: Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="The machines (default: one).")] = None,
     link: Annotated[

@@ -89,7 +89,7 @@ class EngineIndex:
         self.waiting += waiting
 
     def add_load(self, name: str, calls: int) -> None:
-        """Note that an engine, if it is there, has so many calls more, or fewer."""
+        """Add a number of calls, maybe negative, to an engine's load, if the engine is there."""
         entry = self._entries.get(name)
         if entry is not None:
             entry.group.remove(name, entry.load)

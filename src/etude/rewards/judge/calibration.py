@@ -13,7 +13,7 @@ small to tell fails by itself. The report carries the items, so that a run can j
 (Cohen, *Weighted kappa*, Psychological Bulletin 1968; intervals by the percentile bootstrap, Efron 1979: items are
 drawn again with replacement.) Legend: N items, B bootstrap draws; a function of [..., N] works on any number of draws.
 
-    one in so many judgements ──▶ an item of the calibration set is judged again ──▶ hit or miss ──▶ CUSUM ──▶ alarm
+    every N judgements ──▶ an item of the calibration set is judged again ──▶ hit or miss ──▶ CUSUM ──▶ alarm
 
 A hosted model may be exchanged behind its name. The name that it gives itself is compared, and beside that its scores:
 S ← max(0, S + log-likelihood ratio of the outcome under "agreement fell by a fifth" against "agreement as calibrated"),

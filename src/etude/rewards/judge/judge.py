@@ -218,7 +218,7 @@ class Judge:
             async with asyncio.timeout(timeout_s):
                 return await work
         except TimeoutError:
-            slow = "it answers slowly, or judge.options.concurrency is low for so many"
+            slow = "it answers slowly, or judge.options.concurrency is too low"
             trouble = self._deps.endpoint.trouble or slow
             raise JudgeUnavailable(f"no judgement of {about!r} within {timeout_s:g} s: {trouble}") from None
 

@@ -154,7 +154,7 @@ CREATE TABLE IF NOT EXISTS votes (key BLOB PRIMARY KEY, vote BLOB NOT NULL, sum 
 CREATE INDEX IF NOT EXISTS by_use ON votes (used);
 """
 SPARED = 16
-"""When the cache is full, one in so many entries makes way at once, those that were not used for longest."""
+"""When the cache is full, one entry in this many is evicted at once, least recently used first."""
 
 
 def cache_key(*parts: str) -> bytes:

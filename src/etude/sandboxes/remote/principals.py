@@ -29,7 +29,7 @@ EACH = SandboxLimits(memory_bytes=8 << 30, disk_bytes=8 << 30, processes=4096, c
 
 
 def limits_of_many(sandboxes: int) -> SandboxLimits:
-    """The limits of so many usual sandboxes together."""
+    """The limits of some usual sandboxes together."""
     usual = SandboxLimits()
     return SandboxLimits(**{limit.name: sandboxes * getattr(usual, limit.name) for limit in fields(SandboxLimits)})
 

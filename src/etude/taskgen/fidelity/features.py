@@ -21,7 +21,7 @@ from etude.taskgen.fidelity.sessions import ToolObservation
 MAX_FEATURES = 600
 """The most common ones, by sessions: as many as a few hundred sessions can weigh."""
 MIN_SESSIONS = 3
-"""In fewer sessions than so many, a feature says which session it was, not which machine."""
+"""Fewest sessions of a feature: in fewer, it identifies the session, not the machine."""
 MAX_LETTERS = 20_000
 """Characters of an observation that are read."""
 DEPTH = 2

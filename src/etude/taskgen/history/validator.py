@@ -47,7 +47,7 @@ RUN_TIMEOUT_S = 180.0
 LEAST_TIMEOUT_S = 30.0
 """For one run of a part's tests…"""
 PART_SLACK = 10.0
-"""…and so many times as long as those of the whole change took: what takes longer does not end."""
+"""…and factor over the time of the whole change's tests: what takes longer counts as endless."""
 ATTEMPTS = 2
 """Sandboxes in which a change is tried: tests come in another order and with another hash seed in each."""
 SANDBOX_TTL_S = 1800.0

@@ -43,7 +43,7 @@ class Side:
     split: Split = Split.TRAIN
     seed: int
     one_in: int
-    """One in so many files or conversations is held out."""
+    """Holdout ratio: one file or conversation in this many is held out."""
 
     def has(self, content: bytes) -> bool:
         """Return true if something is on this side by its hash: the same in every run, whatever its seed."""

@@ -70,7 +70,7 @@ COUNT_BITS = 27
 SHIFT_BITS = 5
 
 TOP_SHARE = 0.02
-"""The top exponent is the largest that so many elements reach: a few outliers need no class of their own."""
+"""Elements that must reach the top exponent, so that a few outliers need no class of their own."""
 SAMPLE = 1 << 14
 """Numbers looked at to find it."""
 
