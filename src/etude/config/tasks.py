@@ -201,7 +201,7 @@ class VerifiersOptions(Section):
     ``.venv-environments``.
     """
     max_tasks: int = Field(default=1000, ge=1)
-    """The first tasks of the environment, which are used."""
+    """Tasks that are used: the first ones of the environment."""
 
 
 class OpenEnvOptions(Section):
