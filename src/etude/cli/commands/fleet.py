@@ -104,7 +104,7 @@ def drain(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A process, as `etude fleet status` names it.")],
     *,
     run: Run,
-    undo: Annotated[bool, typer.Option("--undo", help="Let it be placed again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Allow it to be placed again.")] = False,
 ) -> None:
     """Let a process end, and not be placed again: its machine is wanted for something else."""
     try:

@@ -56,7 +56,7 @@ def run(
     *,
     overrides: Overrides,
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN", help="A run whose events say how fast all is.")
+        Path | None, typer.Option("--from", metavar="RUN", help="A run whose events give the speeds.")
     ] = None,
     hardware: Annotated[
         str, typer.Option(metavar="GPU|FILE", help="Instead of a run: a GPU by name, or a file with a plan.")
