@@ -29,7 +29,7 @@ def test_edits_replace_their_stretch_and_nothing_else(text: str, data: st.DataOb
 def test_overlapping_edits_are_refused() -> None:
     with pytest.raises(ValueError, match="overlaps"):
         apply("abcdef", [Edit(start=0, end=3, text=""), Edit(start=2, end=4, text="")])
-    with pytest.raises(ValueError, match="no stretch"):
+    with pytest.raises(ValueError, match="not a stretch"):
         Edit(start=3, end=2, text="")
 
 
