@@ -220,7 +220,7 @@ def test_an_endpoint_that_is_down_is_left_alone_and_then_tried_by_one() -> None:
     for _ in range(5):
         with pytest.raises(JudgeUnavailable, match="scripted"):
             judge(judging)
-    with pytest.raises(JudgeUnavailable, match="left alone"):
+    with pytest.raises(JudgeUnavailable, match="failed repeatedly"):
         judge(judging)
     assert endpoint.calls == 5
     judging.clock.advance(2.0)
