@@ -7,7 +7,7 @@ A stage receives its own section, never the tree.
 """
 
 from typing import Self, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -60,7 +60,7 @@ class LedgerConfig(Section):
         parts = urlsplit(self.url)
         if parts.scheme not in ("postgresql", "postgres"):
             raise ValueError("ledger.url: expected postgresql://USER@HOST:PORT/DATABASE, or nothing for ledger.db")
-        if parts.password is not None or "password" in parts.query.lower():
+        if parts.password is not None or "password" in unquote(parts.query).lower():
             raise ValueError(
                 "ledger.url has a password in it, which would be written into the run folder: take it out and put it "
                 "into PGPASSWORD or ~/.pgpass"

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from etude.config.recipe import RunConfig
+from etude.dashboard.formatting import visible
 from etude.dashboard.report import warnings
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.terminal import WARN, render
@@ -88,5 +89,5 @@ class ProgressDisplay:
             notices = warnings(self.metrics)
             for notice in notices:
                 if notice not in self._warnings:
-                    self._console.print(f"warning: {notice}", style=WARN, soft_wrap=True, markup=False)
+                    self._console.print(f"warning: {visible(notice)}", style=WARN, soft_wrap=True, markup=False)
             self._warnings = notices

@@ -23,12 +23,11 @@ from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import EnvironmentSpec, Image, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.candidates import BUG, Candidate
-from etude.taskgen.git import commit_all
 from etude.taskgen.hiding import TestView, place_of, view_tests
 from etude.taskgen.instructions import EXAMPLES, instruct
 from etude.taskgen.leaks import Leak, RemovedIdentifiers, removed_identifiers, search
 from etude.taskgen.projects import Project
-from etude.taskgen.scrubbing import copy_clean
+from etude.taskgen.scrubbing import commit_all, copy_clean
 from etude.taskgen.survey import Survey
 from etude.taskgen.testruns import Calls, RunObservation, TestRun, observe
 from etude.taskgen.verdicts import (
@@ -341,16 +340,16 @@ class CandidateValidator:
 
 def artefacts_of(project: Project, paths: Sequence[str]) -> tuple[str, ...]:
     """The paths that are carried from an agent's sandbox: the packages; of one with tests inside, all beside them."""
-    roots: set[str] = set()
+    matches: set[str] = set()
     for root in project.sources:
         inside = [path for path in paths if path.startswith(f"{root}/")]
         if not any(project.is_test(path) for path in inside):
-            roots.add(root)
+            matches.add(root)
             continue
         for path in inside:
             if not project.is_test(path):
-                roots.add("/".join(path.split("/")[: root.count("/") + 2]))
-    return tuple(sorted(roots))
+                matches.add("/".join(path.split("/")[: root.count("/") + 2]))
+    return tuple(sorted(matches))
 
 
 def _visible(trial: Trial, view: TestView) -> tuple[str, ...]:

@@ -93,7 +93,9 @@ def rollback(query: RunQuery) -> Json:
     run, fix = query.run, f"`etude keys derive {query.run.folder.name} release` prints it"
     if not query.key:
         raise Forbidden(f"a rollback needs the release key of this run: {fix}")
-    if not hmac.compare_digest(query.key.strip().encode(), run.folder.key(KeyRole.RELEASE).encode()):
+    if not hmac.compare_digest(
+        query.key.strip().encode(errors="surrogateescape"), run.folder.key(KeyRole.RELEASE).encode()
+    ):
         raise Forbidden(f"that is not the release key of this run: {fix}")
     version, by = _request(query.body)
     with closing(open_releases(run.folder)) as store:

@@ -20,6 +20,7 @@ from typing import TextIO
 from aiohttp import web
 
 from etude.errors import PortInUseError
+from etude.run.connections import Connections, LimitedSite
 from etude.run.endpoints import HOST
 from etude.run.folder import RunFolder
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
@@ -63,7 +64,10 @@ async def serve_page(runs: RunList, listener: socket.socket, token: str) -> None
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
-        await web.SockSite(runner, listener).start()
+        connections = Connections()
+        assert runner.server is not None, "it was set up"
+        connections.watch(runner.server)
+        await LimitedSite(runner, listener, connections).start()
         await asyncio.Event().wait()
     finally:
         try:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.taskgen.git import commit_all, run_git
 from etude.taskgen.leaks import Leak, RemovedIdentifiers, removed_identifiers, search, without_repeated
+from etude.taskgen.scrubbing import commit_all, git
 
 RIGHT = '''def rotate(values, places):
     """Turn round."""
@@ -116,9 +116,9 @@ def test_history_is_found_loose_and_packed(tmp_path: Path) -> None:
     (work / "turns.py").write_text(RIGHT)
     commit_all(work)
     (work / "turns.py").write_text(WRONG)
-    run_git(work, "commit", "--quiet", "--all", "--message", "Mend")
+    git(work, "commit", "--quiet", "--all", "--message", "Mend")
     assert any("/.git/objects/" in leak.place for leak in leaks(work))
-    run_git(work, "gc", "--quiet", "--aggressive", "--prune=now")
+    git(work, "gc", "--quiet", "--aggressive", "--prune=now")
     assert any(leak.place.endswith(".pack") for leak in leaks(work))
 
 

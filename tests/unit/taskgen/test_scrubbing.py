@@ -9,8 +9,7 @@ import pytest
 
 from etude.sandboxes.images.layers import digest_tree
 from etude.taskgen.failures import SourceError
-from etude.taskgen.git import clone, commit_all, run_git
-from etude.taskgen.scrubbing import clean_files, copy_clean, is_leftover
+from etude.taskgen.scrubbing import clean_files, clone, commit_all, copy_clean, git, is_leftover
 from etude.taskgen.sources import fetch
 
 LEFT = (
@@ -66,9 +65,9 @@ def test_a_history_is_one_commit_of_everything_and_always_the_same(tmp_path: Pat
         )
         commit_all(tree)
         digests.add(digest_tree(tree))
-        assert run_git(tree, "rev-list", "--all", "--count").strip() == "1"
-        assert run_git(tree, "status", "--short").strip() == ""
-        assert "tests/data.json" in run_git(tree, "ls-files")
+        assert git(tree, "rev-list", "--all", "--count").strip() == "1"
+        assert git(tree, "status", "--short").strip() == ""
+        assert "tests/data.json" in git(tree, "ls-files")
         assert not list(tree.glob(".git/**/*.pack"))
         assert not (tree / ".git" / "logs" / "HEAD").exists()
     assert len(digests) == 1
@@ -121,7 +120,7 @@ def test_an_archive_names_no_program_that_git_runs(tmp_path: Path) -> None:
     files = {".git": "gitdir: meta\n", ".gitattributes": "* filter=x\n", "a.py": "a = 1\n", **meta}
     work = build_tree(archive_of(tmp_path / "made", files), tmp_path / "scratch")
     assert not mark.exists()
-    assert "a.py" in run_git(work, "ls-files")
+    assert "a.py" in git(work, "ls-files")
     assert (work / ".git" / "objects").is_dir()
 
 
@@ -134,7 +133,7 @@ def test_an_archive_does_not_choose_the_repository_that_is_written(tmp_path: Pat
     files = {".git": f"gitdir: {victim / '.git'}\n", "a.py": "a = 1\n"}
     work = build_tree(archive_of(tmp_path / "made", files), tmp_path / "scratch")
     assert digest_tree(victim) == before
-    assert "a.py" in run_git(work, "ls-files")
+    assert "a.py" in git(work, "ls-files")
 
 
 @pytest.mark.parametrize("place", [".git", "sub/.git", ".GIT"])
@@ -166,7 +165,7 @@ def test_settings_and_variables_of_this_machine_play_no_part(tmp_path: Path, mon
     copy_clean(_planted(tmp_path / "source"), tmp_path / "tree", {".gitattributes": "* filter=x\n"})
     commit_all(tmp_path / "tree")
     assert not mark.exists()
-    assert run_git(tmp_path / "tree", "rev-list", "--all", "--count").strip() == "1"
+    assert git(tmp_path / "tree", "rev-list", "--all", "--count").strip() == "1"
 
 
 def _planted(tree: Path) -> Path:

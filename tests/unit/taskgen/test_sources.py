@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.taskgen.failures import SourceError
-from etude.taskgen.git import commit_all
+from etude.taskgen.scrubbing import commit_all
 from etude.taskgen.sources import TEXT_BYTES, fetch, read_texts
 
 

@@ -18,6 +18,7 @@ import orjson
 import typer
 
 from etude.cli.options import group
+from etude.dashboard.formatting import visible
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
@@ -63,6 +64,7 @@ class ReplyPrinter:
     def __init__(self, out: TextIO, *, colour: bool) -> None:
         self._out = out
         self._before, self._after = (DIM, PLAIN) if colour else ("", "")
+        self._shown = visible if colour else str
         self._texts: list[str] = []
         self._versions: list[str] = []
 
@@ -80,7 +82,7 @@ class ReplyPrinter:
                     self._note(f" ‹{version}› ")
                 self._versions.append(version)
             self._texts.append(text)
-            self._out.write(text)
+            self._out.write(self._shown(text))
         self._out.flush()
 
     def end(self) -> None:
@@ -127,7 +129,7 @@ class Chat:
             asyncio.run(_stream(self._base, self._key, self._talk.messages, printer))
         except (UserError, EngineUnavailable) as error:
             self._talk.messages.pop()
-            self._err.write(f"etude: {error}\n")
+            self._err.write(f"etude: {visible(str(error))}\n")
             return False
         except KeyboardInterrupt:  # what was printed so far stays in the conversation
             self._out.write("\n")

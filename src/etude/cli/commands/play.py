@@ -23,7 +23,8 @@ from etude.aio import background_task
 from etude.cli.commands.show import console
 from etude.cli.options import RunPath, group
 from etude.config.recipe import is_pass
-from etude.dashboard.rollout_text import Block, visible
+from etude.dashboard.formatting import visible
+from etude.dashboard.rollout_text import Block
 from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN
 from etude.engines.http import http_engines
 from etude.errors import ConfigError

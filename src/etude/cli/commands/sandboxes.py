@@ -16,6 +16,7 @@ from rich.console import Console
 from etude.aio import background_task
 from etude.cli.options import group
 from etude.config.tasks import LentKind, MachineKind, SandboxConfig
+from etude.dashboard.formatting import visible
 from etude.errors import ConfigError, ExitCode, SandboxError
 from etude.protocols import SandboxProvider
 from etude.run.harness_host import RunGateways, serve_run
@@ -139,7 +140,7 @@ async def opened_provider(sandboxes: SandboxConfig) -> AsyncIterator[SandboxProv
 
 def log(line: str) -> None:
     """Print what goes on, on stderr."""
-    PROGRESS.out(line, highlight=False)
+    PROGRESS.out(visible(line), highlight=False)
 
 
 async def _probe(sandboxes: SandboxConfig) -> dict[str, str]:

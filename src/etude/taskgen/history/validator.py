@@ -22,7 +22,6 @@ from etude.protocols import SandboxProvider
 from etude.sandbox_spec import EnvironmentSpec, Image, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.failures import RepositoryError
-from etude.taskgen.git import commit_all
 from etude.taskgen.hiding import place_of
 from etude.taskgen.history.changed_files import ChangedFiles
 from etude.taskgen.history.mentions import functions_naming, is_named
@@ -33,7 +32,7 @@ from etude.taskgen.history.sources import Change, History
 from etude.taskgen.installs import environment
 from etude.taskgen.leaks import RemovedIdentifiers, removed_identifiers, search, without_repeated
 from etude.taskgen.projects import Project, bare_name, is_test_file, read_project
-from etude.taskgen.scrubbing import copy_clean
+from etude.taskgen.scrubbing import commit_all, copy_clean
 from etude.taskgen.sources import read_texts
 from etude.taskgen.survey import is_fit
 from etude.taskgen.testruns import RunObservation, TestRun, observe
@@ -47,7 +46,7 @@ RUN_TIMEOUT_S = 180.0
 LEAST_TIMEOUT_S = 30.0
 """For one run of a part's tests…"""
 PART_SLACK = 10.0
-"""…and factor over the time of the whole change's tests: what takes longer counts as endless."""
+"""…and so many times as long as those of the whole change took: what takes longer does not end."""
 ATTEMPTS = 2
 """Sandboxes in which a change is tried: tests come in another order and with another hash seed in each."""
 SANDBOX_TTL_S = 1800.0
@@ -421,7 +420,7 @@ def _has_tests(trees: ChangeTrees, name: str) -> bool:
 
 
 def _about(trees: ChangeTrees, part: ChangePart, tests: Sequence[str]) -> list[str]:
-    """The tests that can detect a part of the change, as many as a task may name."""
+    """Those of some tests that can tell a part of the change, as many as a task may name."""
     texts, name = trees.files.after, part.proposal.name
     return [test for test in tests if is_fit(test) and is_named(texts, test, name)][:MAX_ABOUT]
 

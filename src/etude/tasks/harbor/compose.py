@@ -348,11 +348,16 @@ def _order_of(name: str, service: ServiceSettings, source: str, names: Sequence[
     """The order for a service with an image of its own."""
     folder = Path(source).parent
     volumes = _volumes(name, service, source)
+    build = service.build
+    own = [build.context, f"{build.context}/{build.dockerfile}"] if build else []
+    for path in (*own, *(first for first, _ in volumes if first.startswith("."))):
+        if not (folder / path).resolve().is_relative_to(folder.resolve()):
+            raise TaskFolderError(f"{source}: services.{name}: {path} leads out of {folder}: copy what it points to")
     tmpfs = (service.tmpfs,) if isinstance(service.tmpfs, str) else service.tmpfs
     return ServiceOrder(
         name=name,
-        source=str(folder / service.build.context) if service.build else service.image,
-        dockerfile=service.build.dockerfile if service.build else "Dockerfile",
+        source=str(folder / build.context) if build else f"docker://{service.image}",  # never a file of this machine
+        dockerfile=build.dockerfile if build else "Dockerfile",
         entrypoint=_words(service.entrypoint) if service.entrypoint is not None else None,
         command=_words(service.command) or None,
         environment=service.variables,

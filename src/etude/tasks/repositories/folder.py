@@ -116,7 +116,7 @@ class RepositoryTasks:
         files = sorted(folder.glob("*/tasks/*.json"))
         if not files:
             raise ConfigError(f"{folder} has no tasks: make some with `etude tasks build REPO --out {folder}`")
-        self._tasks = [decode_task(file.read_bytes()) for file in files]
+        self._tasks = [_read_task(file) for file in files]
 
     @property
     def images(self) -> Path:
@@ -155,6 +155,20 @@ class RepositoryTasks:
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split."""
         return self._order[split][index]
+
+
+def _read_task(file: Path) -> Task:
+    """A task, which may be somebody else's work: no build grants one a place of the network.
+
+    Raises :class:`~etude.errors.ConfigError` for one that asks for any, :class:`~etude.errors.DamagedError` for none.
+    """
+    task = decode_task(file.read_bytes())
+    if task.environment is not None and task.environment.allow:
+        raise ConfigError(
+            f"{file}: environment.allow = {list(task.environment.allow)}: tasks of repositories have no network; take "
+            f"it out, or write a task in Harbor's format"
+        )
+    return task
 
 
 def split_of(template: str) -> Split:

@@ -131,7 +131,7 @@ services:
     database, web = services.orders
     assert database == ServiceOrder(
         name="db",
-        source="redis:7",
+        source="docker://redis:7",
         entrypoint=(),
         command=("redis-server", "$PORT"),
         environment={"A": "b=c"},
