@@ -19,7 +19,7 @@ Overrides: TypeAlias = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", default_factory=list, help="Override the recipe."),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-All: TypeAlias = Annotated[bool, typer.Option("--all", help="Name what is sound, too, a line each.")]
+All: TypeAlias = Annotated[bool, typer.Option("--all", help="List what is sound as well, a line each.")]
 Split: TypeAlias = Annotated[Literal["train", "heldout"], typer.Option(help="The side of the hold-out.")]
 
 

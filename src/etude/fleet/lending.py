@@ -158,9 +158,9 @@ class Forecast:
                 math.floor(float(hour) * HOUR_SLOTS): float(peak) for hour, peak in json.loads(text).items()
             }
         except (AttributeError, TypeError, OverflowError) as error:
-            raise ValueError(f"this is no forecast: {error}") from error
+            raise ValueError(f"this is not a forecast: {error}") from error
         if any(not 0 <= slot < WEEK_SLOTS for slot in forecast._peaks):
-            raise ValueError(f"this is no forecast: hours of a week are 0 to below {WEEK_HOURS}")
+            raise ValueError(f"this is not a forecast: hours of a week are 0 to below {WEEK_HOURS}")
         return forecast
 
     def _learn(self, slot: int, peak: float) -> None:

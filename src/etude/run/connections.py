@@ -37,7 +37,7 @@ STALLED_S = 60.0
 HANDSHAKE_S = 10.0
 """Longest time for TLS to begin."""
 BACKLOG = 128
-"""Connections that the kernel takes before we do; so many may come at once."""
+"""Backlog of connections that the kernel accepts: this many may arrive at once."""
 RESERVE = 256
 """Files that connections leave for everything else, among them the connections to engines: twice the backlog. At most
 half of all.

@@ -47,7 +47,7 @@ class ProgressDisplay:
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._shown_s = 0.0
         self._warnings: list[str] = []
-        """Those that hold: each is a line once, however long it does."""
+        """Warnings that hold: each is printed once, however long it holds."""
 
     def __enter__(self) -> Self:
         if self._page:

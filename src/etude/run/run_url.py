@@ -40,7 +40,7 @@ def normal_url(text: str) -> str:
     if parts.scheme in CLOUD_SCHEMES and parts.netloc and parts.path.strip("/") and not parts.query:
         return f"{parts.scheme}://{parts.netloc}/{parts.path.strip('/')}"
     raise ConfigError(
-        f"{text!r} is no URL of a run: expected s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or a folder"
+        f"{text!r} is not a URL of a run: expected s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or a folder"
     )
 
 

@@ -55,7 +55,7 @@ class TrainerTimes:
         return self.fixed_s + self.token_s * tokens
 
     def scaled(self, factor: float) -> "TrainerTimes":
-        """The same trainer, taking so many times as long."""
+        """The same trainer with all times multiplied."""
         return TrainerTimes(
             fixed_s=factor * self.fixed_s,
             token_s=factor * self.token_s,

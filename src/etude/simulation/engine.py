@@ -48,7 +48,7 @@ class EngineRates:
     """Tokens of prompts that a step reads at most."""
 
     def decode_s(self, running: int) -> float:
-        """Seconds of a step of so many sequences."""
+        """Seconds of a step of ``running`` sequences."""
         return self.step_s + running * self.sequence_s
 
     def with_places(self, share: float) -> "EngineRates":
@@ -67,7 +67,7 @@ class EngineRates:
         return self.step_tokens * self.prompt_s
 
     def scaled(self, factor: float) -> "EngineRates":
-        """The same engine, taking so many times as long."""
+        """The same engine with all times multiplied."""
         return replace(
             self,
             step_s=factor * self.step_s,

@@ -70,7 +70,7 @@ class Lent:
     """Before ``begin_s`` where it is on the next day."""
 
     def scaled(self, factor: float) -> "Lent":
-        """The same in a simulation whose seconds are so many times as long."""
+        """The same in a simulation whose seconds are longer by a factor."""
         day_s, begin_s, end_s = (seconds / factor for seconds in (self.day_s, self.begin_s, self.end_s))
         return replace(self, day_s=day_s, begin_s=begin_s, end_s=end_s)
 
@@ -131,7 +131,7 @@ class SimulatedRun:
         self.random = Random(seed)
         engines = sum(model.engines for model in regions)
         self.processors = Processors(calibration.cores)
-        """Those that trainer, agents, graders and, on one machine, engines share."""
+        """Processors that trainer, agents, graders and, on one machine, engines share."""
         self.regions = {
             model.name: ModelledRegion(
                 model.name,
@@ -153,7 +153,7 @@ class SimulatedRun:
         self._background: set[asyncio.Task[None]] = set()
 
     async def play(self, *, until_s: float | None = None) -> SimulatedEvents:
-        """Run all steps, or those of so many seconds, each part once."""
+        """Run all steps, or those of a number of seconds, each part once."""
         now = LoopClock().now
         with EventLog(self._folder / "events", "rollouts", now=now) as events, self.open_ledger() as ledger:
             self.start_background()

@@ -63,7 +63,7 @@ def fetch(reference: str, folder: Path) -> Path:
         clone(url, folder / "tree", timeout_s=FETCH_TIMEOUT_S)
         return folder / "tree"
     raise SourceError(
-        f"{reference!r} is no folder, git URL or archive ({', '.join(ARCHIVES)}) here; an index: pypi:NAME==VERSION"
+        f"{reference!r} is not a folder, git URL or archive ({', '.join(ARCHIVES)}) here; an index: pypi:NAME==VERSION"
     )
 
 

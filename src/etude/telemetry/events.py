@@ -242,7 +242,7 @@ class GatewayStats:
     window_s: float
     calls: int
     failed: int
-    """Those that were answered with an error, or whose caller hung up."""
+    """Calls that were answered with an error, or whose caller hung up."""
     call_s: float
     """Sum of their durations."""
     waited_s: float

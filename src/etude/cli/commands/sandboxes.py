@@ -55,7 +55,7 @@ def serve(
         list[str], typer.Option(metavar="HOST:PORT", default_factory=list, help="Place that sandboxes may reach.")
     ],
     clients: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keys of many clients, and what each may name and have.")
+        Path | None, typer.Option(metavar="FILE", help="File with keys of many clients, their rights and limits.")
     ] = None,
     sandboxes: Annotated[
         int, typer.Option(metavar="N", min=0, help="Most sandboxes of the only key; 0: one for each 64 MiB of memory.")
@@ -107,7 +107,7 @@ def probe_command(
     sandbox: Annotated[MachineKind, typer.Option(help="Kind of sandbox; remote is the product's machines.")] = "ns",
     sandbox_url: SandboxUrl = "",
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Output of this command elsewhere, say in production.")
+        Path | None, typer.Option(metavar="FILE", help="Output of this command on another machine.")
     ] = None,
 ) -> int:
     """Print what a sandbox reports of itself, or how another one differs from it."""

@@ -284,7 +284,7 @@ class RequestQueue:
         return False
 
     def _make_room(self, request: EngineRequest, chain: Sequence[PageNode], counters: Counters) -> bool:
-        """Find a seat, and pages for all tokens behind ``chain`` and one more; ``chain`` is held if there are."""
+        """Find a free slot, and pages for all tokens after ``chain`` and one more; if there are, ``chain`` is held."""
         for node in chain:
             self.pool.retain(node.page)
         needed = _pages_for(request) - len(chain)

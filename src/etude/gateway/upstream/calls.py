@@ -51,7 +51,7 @@ class Upstream:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {self.url!r} is no URL of an API: expected http://… or https://…")
+            raise ConfigError(f"--url {self.url!r} is not a URL of an API: expected http://… or https://…")
         if (parts := urlsplit(self.url)).username is not None or parts.query or parts.fragment:
             raise ConfigError(
                 f"--url has more than a place in it (before '@', or behind '?' or '#'), which results would show: name "

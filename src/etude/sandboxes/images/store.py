@@ -173,7 +173,7 @@ class ImageStore:
                 "`etude tasks build`, or set ETUDE_IMAGES to the folder that has it"
             ) from None
         except orjson.JSONDecodeError as error:
-            raise DamagedError(f"image {digest} in {self.folder} is no JSON: {error}; build it again") from error
+            raise DamagedError(f"image {digest} in {self.folder} is not JSON: {error}; build it again") from error
         layers = tuple(map(self._stored_layer, stored["layers"]))
         missing = [layer.name for layer in layers if not layer.is_dir()]
         if missing:
@@ -317,7 +317,7 @@ class ImageStore:
 
     def _check_name(self, name: str) -> None:
         if not NAME.fullmatch(name) or DIGEST.fullmatch(name):
-            raise ConfigError(f"{name!r} is no name of an image: letters, digits and ._:- only, at most 100")
+            raise ConfigError(f"{name!r} is not a valid image name: letters, digits and ._:- only, at most 100")
 
     def _write(self, path: Path, data: bytes) -> None:
         with self.incoming() as folder:

@@ -87,7 +87,7 @@ def read_records(folder: Path) -> list[HistoryRecord]:
                 HistoryRecord(**{**fields, "about": tuple(fields["about"]), "others": tuple(fields["others"])})
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedError(f"{file}, line {number} is no record of a task: {error}") from error
+            raise DamagedError(f"{file}, line {number} is not a record of a task: {error}") from error
     return records
 
 

@@ -68,15 +68,15 @@ class PackageFolder:
 
     def verdicts(self) -> list[CandidateVerdict]:
         """The recorded outcomes of candidates, in order; a line that was cut short by a crash is left out."""
-        matches: list[CandidateVerdict] = []
+        verdicts: list[CandidateVerdict] = []
         lines = self.log.read_bytes().split(b"\n") if self.log.exists() else []
         for line in lines:
             try:
                 fields = json.loads(line)
-                matches.append(CandidateVerdict(**{**fields, "tests": tuple(fields["tests"])}))
+                verdicts.append(CandidateVerdict(**{**fields, "tests": tuple(fields["tests"])}))
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
-        return matches
+        return verdicts
 
     def record(self, verdict: CandidateVerdict) -> None:
         """Append what became of a candidate; it is on disk when this returns."""
@@ -137,9 +137,9 @@ class RepositoryTasks:
 
     def answer(self, task: Task) -> Mapping[str, str]:
         """The files that solve a task: path → text. Raises :class:`~etude.errors.DamagedError` when they are gone."""
-        matches = sorted(self.folder.glob(f"*/answers/{task.task_id}.json"))
+        answers = sorted(self.folder.glob(f"*/answers/{task.task_id}.json"))
         try:
-            answer: dict[str, str] = json.loads(matches[0].read_bytes())
+            answer: dict[str, str] = json.loads(answers[0].read_bytes())
         except (IndexError, ValueError, RecursionError) as error:
             raise DamagedError(f"the answer of task {task.task_id} in {self.folder} cannot be read: {error}") from error
         return answer
