@@ -185,7 +185,7 @@ class Preparation:
         last: InstallError | None = None
         for number, requirements in enumerate(attempts(project)):
             requirements = requirements
-            matches: tuple[Path, RunObservation] | None = None
+            matches: tuple[Path, RunObservation, Sequence[str]] | None = None
             for repair in range(REPAIRS):
                 layer = scratch / f"site-{number}-{repair}"
                 try:
@@ -200,16 +200,17 @@ class Preparation:
                 without_copies(layer, project)
                 record_project(layer, project, texts)
                 say(f"installed {len(pins)} packages: {' '.join(pins)}")
-                self._folder.write(PINS_FILE, "".join(f"{pin}\n" for pin in pins).encode())
                 run = await self._first_run(project, (layer, pristine), environment(project))
-                matches = layer, run
+                matches = layer, run, pins
                 missing = _missing(project, run, requirements)
                 if not missing:
-                    return matches
+                    break
                 say(f"missing: {', '.join(missing)}")
                 requirements = (*requirements, *missing)
-            if matches is not None:
-                return matches  # what is missing yet cannot be had, or is the tests' own
+            if matches is not None:  # what is missing yet cannot be had, or is the tests' own
+                layer, run, pins = matches
+                self._folder.write(PINS_FILE, "".join(f"{pin}\n" for pin in pins).encode())
+                return layer, run
         raise last or InstallError(f"nothing to install for {project.name}")
 
     async def _python(self) -> str:

@@ -110,9 +110,18 @@ class ChangePart:
         every = sorted({test for run in self.right for test in run.tests if is_fit(test)})
         named = [test for test in every if is_named(trees.files.after, test, self.proposal.name)]
         proof = prove(named, every, self.broken, self.right)
-        if proof.rejection is Rejection.FLAKY and all(run.passed(test) for run in self.broken for test in named):
-            return replace(proof, rejection=Rejection.SURVIVED)
+        if proof.rejection in {Rejection.FLAKY, Rejection.UNSOLVED} and not any(run.ended for run in self.right):
+            return replace(proof, rejection=self._why_none_tells(named, proof.rejection))
         return replace(proof, about=proof.about[:MAX_ABOUT], others=proof.others[:OTHERS])
+
+    def _why_none_tells(self, named: Sequence[str], otherwise: Rejection) -> Rejection:
+        """The reason why no test of some tells the part: the change does without it, or it needs more of the change;
+        ``otherwise`` where some test passes one time and fails another.
+        """
+        if named and all(run.passed(test) for run in self.broken for test in named):
+            return Rejection.SURVIVED
+        is_mixed = (len({run.passed(test) for run in runs}) > 1 for runs in (self.broken, self.right) for test in named)
+        return otherwise if any(is_mixed) else Rejection.INCOMPLETE
 
     @property
     def seconds(self) -> float:
