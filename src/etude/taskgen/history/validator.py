@@ -112,7 +112,14 @@ class ChangePart:
         proof = prove(named, every, self.broken, self.right)
         if proof.rejection in {Rejection.FLAKY, Rejection.UNSOLVED} and not any(run.ended for run in self.right):
             return replace(proof, rejection=self._why_none_tells(named, proof.rejection))
-        return replace(proof, about=proof.about[:MAX_ABOUT], others=proof.others[:OTHERS])
+        others = proof.others[:OTHERS]
+        has_sound = any(map(self._is_there_without(trees), others))
+        return replace(proof, about=proof.about[:MAX_ABOUT], others=others if has_sound else ())
+
+    def _is_there_without(self, trees: ChangeTrees) -> Callable[[str], bool]:
+        """Whether a test's module can be imported without the part: it imports nothing that only the part has."""
+        without, complete = trees.slicer.nothing(), self.slice.hidden
+        return lambda test: without.get(place_of(test)[0]) == complete.get(place_of(test)[0])
 
     def _why_none_tells(self, named: Sequence[str], otherwise: Rejection) -> Rejection:
         """The reason why no test of some tells the part: the change does without it, or it needs more of the change;

@@ -1,5 +1,6 @@
 """The verdict on a part of a change whose tests do not tell it from what was before."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,16 @@ def test_a_part_that_fails_its_own_tests_is_not_called_flaky(
 def test_a_part_that_ends_the_run_of_its_tests_is_unsolved() -> None:
     part = made_part([seen(ALL - {"new"})], [seen(frozenset(), ended="crash")])
     assert part.proof(TREES).rejection is Rejection.UNSOLVED
+
+
+def test_tests_that_must_go_on_passing_are_in_a_module_that_can_be_imported_without_the_part() -> None:
+    runs = [seen(ALL - {"new"})] * 2, [seen(ALL)] * 2
+    files = {**FILES, "tally.py": "def mean(numbers): ...\n"}
+    for imports, others in (("", {"old", "other"}), ("from tally import mean\n\n\n", set())):
+        after = {**files, "tests/test_mean.py": imports + TESTS}
+        trees = replace(TREES, files=ChangedFiles(before={}, after=after))
+        part = trees.slice("tally.py", "mean")
+        assert part is not None
+        proof = replace(made_part(*runs), slice=part).proof(trees)
+        assert proof.about == ("tests/test_mean.py::test_new",)
+        assert set(proof.others) == {f"tests/test_mean.py::test_{name}" for name in others}
