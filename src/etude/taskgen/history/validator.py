@@ -410,7 +410,7 @@ def task_of(record: HistoryRecord, trees: ChangeTrees, part: Slice, image: Image
             files=_needed(part.hidden, (*record.about, *record.others)),
             must_pass=(*record.about, *record.others),
             about=len(record.about),
-            artefacts=artefacts_of(trees.project, tuple(trees.files.before)),
+            artefacts=artefacts_of(trees.project, (*trees.files.before, *part.answer)),
             command=("python3", "-m", "pytest", *trees.project.options),
             timeout_s=record.timeout_s,
         ),

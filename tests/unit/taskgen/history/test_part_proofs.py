@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from etude.sandbox_spec import Image
 from etude.taskgen.history.changed_files import ChangedFiles
 from etude.taskgen.history.proposals import Proposal
 from etude.taskgen.history.slices import Slice
-from etude.taskgen.history.sources import Change
-from etude.taskgen.history.validator import ChangePart, ChangeTrees
+from etude.taskgen.history.sources import Change, Commits
+from etude.taskgen.history.validator import ChangePart, ChangeTrees, record_of, task_of
 from etude.taskgen.projects import read_project
 from etude.taskgen.testruns import RunObservation, RunOutcome
-from etude.taskgen.verdicts import Rejection
+from etude.taskgen.verdicts import Proof, Rejection
+from etude.types import TestChecks
 
 ASSERTED = {"new": "mean([1]) == 1", "old": "mean", "other": "1"}
 TESTS = "".join(f"def test_{name}():\n    assert {what}\n\n\n" for name, what in ASSERTED.items())
@@ -79,3 +81,18 @@ def test_tests_that_must_go_on_passing_are_in_a_module_that_can_be_imported_with
         proof = replace(made_part(*runs), slice=part).proof(trees)
         assert proof.about == ("tests/test_mean.py::test_new",)
         assert set(proof.others) == {f"tests/test_mean.py::test_{name}" for name in others}
+
+
+def test_what_a_new_module_of_a_package_with_its_tests_inside_holds_is_the_agents_work() -> None:
+    before = {"pyproject.toml": '[project]\nname = "tally"\n', "tally/__init__.py": "", "tally/tests/test_mean.py": ""}
+    after = {**before, "tally/means.py": "def mean(numbers): ...\n", "tally/tests/test_mean.py": TESTS}
+    files = ChangedFiles(before=before, after=after)
+    trees = replace(TREES, files=files, project=read_project(after))
+    part = trees.slice("tally/means.py", "mean")
+    assert part is not None
+    made = replace(made_part([seen(ALL - {"new"})], [seen(ALL)]), slice=part)
+    proof = Proof(about=("tally/tests/test_mean.py::test_new",), others=())
+    record = record_of(Commits("tally"), trees, made, proof)
+    task = task_of(record, trees, part, Image(layers=()))
+    assert isinstance(task.checks, TestChecks)
+    assert task.checks.artefacts == ("tally/__init__.py", "tally/means.py")
