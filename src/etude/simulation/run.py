@@ -264,22 +264,23 @@ class SimulatedRun:
     async def _measure(self) -> None:
         """Report the load of engines, and the sandboxes that are open."""
         engines = [(f"{name}-{n}", e) for name, region in self.regions.items() for n, e in enumerate(region.engines)]
-        before = {name: (0.0, 0, 0) for name, _ in engines}
+        before = {name: (0.0, 0.0, 0, 0.0) for name, _ in engines}
         while True:
             await asyncio.sleep(STATS_S)
             self._occupied.append((LoopClock().now(), len(self.sandboxes)))
             for name, engine in engines:
-                now = engine.measure(), engine.generated_tokens, engine.prompt_tokens
-                busy_s, generated, read = (new - old for new, old in zip(now, before[name], strict=True))
+                now = engine.measure(), engine.generated_tokens, engine.prompt_tokens, engine.steps
+                busy_s, generated, read, steps = (new - old for new, old in zip(now, before[name], strict=True))
                 before[name] = now
                 stats = EngineStats(
                     busy_s=busy_s,
                     window_s=STATS_S,
-                    generated_tokens=int(generated),
+                    generated_tokens=round(generated),
                     prefill_tokens=int(read),
                     reused_tokens=0,
                     running=engine.running,
                     waiting=engine.waiting,
+                    steps=round(steps),
                 )
                 self._writer(f"serve-{name}")(stats)
 

@@ -205,6 +205,7 @@ async def report_load(engine: NativeEngine, events: EventLog) -> None:
                 waiting=health.waiting,
                 drafted_tokens=counters.drafted_tokens,
                 accepted_tokens=counters.accepted_tokens,
+                steps=counters.steps,
             )
         )
         busy_s, since_s = engine.busy_s, now_s
