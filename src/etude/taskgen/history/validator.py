@@ -117,7 +117,7 @@ class ChangePart:
         return replace(proof, about=proof.about[:MAX_ABOUT], others=others if has_sound else ())
 
     def _is_there_without(self, trees: ChangeTrees) -> Callable[[str], bool]:
-        """Whether a test's module can be imported without the part: it imports nothing that only the part has."""
+        """A test of node ids: their modules import nothing that only the part has, so can be imported without it."""
         without, complete = trees.slicer.nothing(), self.slice.hidden
         return lambda test: without.get(place_of(test)[0]) == complete.get(place_of(test)[0])
 
