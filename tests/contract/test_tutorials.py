@@ -12,27 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from stranger import SHORTER, blocks, shortened
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = re.findall(r"tutorials/([\w-]+)\.md", (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))
-BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-SHORTER = ("midtrain.tokens=40000", "trainer.steps=2", "eval.tasks=6", "rollouts.groups_per_step=4")
-"""Settings that make a run of the quickstart short."""
 NOTHING_LEARNT = 3
 """The exit status of a run in which no group had a signal, as the pages say of models this small."""
 TIMEOUT_S = 600.0
 
 pytestmark = pytest.mark.heavy("minutes")
-
-
-def blocks(page: str) -> list[tuple[str, str, str]]:
-    """Language, title and text of each block of a page."""
-    return BLOCK.findall((DOCS / "tutorials" / f"{page}.md").read_text(encoding="utf-8"))
-
-
-def shortened(command: str) -> str:
-    """A command of a page that does not take minutes."""
-    settings = SHORTER if command.startswith("etude run quickstart") else ()
-    return " ".join([command, *(f"--set {each}" for each in settings)])
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
     ran = 0
-    for language, title, text in blocks(page):
-        if title:
-            (folder / title).parent.mkdir(parents=True, exist_ok=True)
-            (folder / title).write_text(text, encoding="utf-8")
-        elif language == "sh":
-            for command in text.splitlines():
+    for block in blocks((DOCS / "tutorials" / f"{page}.md").read_text(encoding="utf-8")):
+        if block.title:
+            (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.title).write_text(block.text, encoding="utf-8")
+        elif block.language == "sh":
+            for command in block.commands():
                 ended = subprocess.run(
-                    ["bash", "-c", shortened(command)],
+                    ["bash", "-c", shortened(command, SHORTER)],
                     cwd=folder,
                     env=environment,
                     capture_output=True,
