@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.at or Path(tempfile.mkdtemp(prefix="stranger-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        ways = list(follow(folder, options.minutes * 60, SHORTER if options.short else ()))
+        ways = list(follow(ROOT, folder, options.minutes * 60, SHORTER if options.short else ()))
     finally:
         if options.at is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -163,10 +163,10 @@ def shortened(command: str, settings: Sequence[str]) -> str:
     return f"{command} ARGS='{overrides}'" if command == "make demo" else command
 
 
-def follow(folder: Path, limit_s: float, settings: Sequence[str]) -> Iterator[Way]:
+def follow(repository: Path, folder: Path, limit_s: float, settings: Sequence[str]) -> Iterator[Way]:
     """Go each way of the README in a clone inside ``folder``: what is done by hand has a clone of its own."""
-    readme = read((ROOT / "README.md").read_text(encoding="utf-8"))
-    reader, by_hand = (Stranger(folder / name, readme, settings) for name in ("clone", "by-hand"))
+    reader, by_hand = (Stranger(repository, folder / name, settings) for name in ("reader", "by-hand"))
+    readme = reader.readme
     for name, pages in readme.ways.items():
         way = Way(name)
         commands = [(command, "README.md") for command in readme.first] if not reader.done else []
@@ -178,10 +178,11 @@ def follow(folder: Path, limit_s: float, settings: Sequence[str]) -> Iterator[Wa
 class Stranger:
     """A reader with a clone, a home and a shell of their own."""
 
-    def __init__(self, folder: Path, readme: Readme, settings: Sequence[str]) -> None:
-        self._home, self._clone, self._readme, self._settings = folder / "home", folder / "etude", readme, settings
+    def __init__(self, repository: Path, folder: Path, settings: Sequence[str]) -> None:
+        self._home, self._clone, self._settings = folder / "home", folder / "etude", settings
         self._home.mkdir(parents=True)
-        subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(self._clone)], check=True)
+        subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(repository), str(self._clone)], check=True)
+        self.readme = read((self._clone / "README.md").read_text(encoding="utf-8"))
         self.done = set[str]()
         """Commands that need not be repeated: a page may begin with what the README has had done."""
 
@@ -207,7 +208,7 @@ class Stranger:
                     way.not_run.append(command)
                     continue
                 yield command, page
-                self.done |= {command, *(self._readme.by_hand if command == self._readme.first[0] else ())}
+                self.done |= {command, *(self.readme.by_hand if command == self.readme.first[0] else ())}
                 continue
             text = (self._clone / step).read_text(encoding="utf-8")
             way.not_run.extend(shown_in(text))
@@ -228,7 +229,7 @@ class Stranger:
         """A command in a shell of the reader's. Raises :class:`Failed` for what its page does not say."""
         shell = shortened(command, self._settings)
         if page != "README.md":
-            shell = f"{self._readme.activate} && {shell}"
+            shell = f"{self.readme.activate} && {shell}"
         started_s = time.monotonic()
         process = subprocess.Popen(
             ["bash", "-c", shell],
@@ -251,7 +252,7 @@ class Stranger:
 
     def _is_right(self, command: str, status: int, output: str) -> bool:
         """True if a command did its work. A run that learnt nothing did; make has a status of its own for it."""
-        learnt_nothing = self._readme.nothing_learnt
+        learnt_nothing = self.readme.nothing_learnt
         if "etude run" in command:
             return status in (0, learnt_nothing)
         return status == 0 or (command.startswith("make ") and f"] Error {learnt_nothing}\n" in output)
@@ -279,7 +280,8 @@ def report(ways: Sequence[Way], minutes: float, short: bool) -> Mapping[str, obj
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     inherited = sorted(name for name in os.environ if INHERITED.fullmatch(name))
     return {
-        "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "machine": f"{_processor()}, {os.cpu_count()} processors, {platform.system()} {platform.release()}",
+        "load": os.getloadavg()[0],
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": commit.stdout.strip(),
         "minutes_allowed": minutes,
@@ -287,6 +289,15 @@ def report(ways: Sequence[Way], minutes: float, short: bool) -> Mapping[str, obj
         "inherited": inherited,
         "ways": [asdict(way) for way in ways],
     }
+
+
+def _processor() -> str:
+    """The processor's name, where the system has it."""
+    file = Path("/proc/cpuinfo")
+    name = (
+        re.search(r"^model name\s*: (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE) if file.exists() else None
+    )
+    return name[1] if name else platform.machine()
 
 
 if __name__ == "__main__":
