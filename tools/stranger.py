@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -136,10 +136,10 @@ def read(readme: str) -> Readme:
 
 def section(page: str, heading: str) -> str:
     """The text under a heading, to the next one."""
-    found = re.search(SECTION.format(re.escape(heading)), page, re.MULTILINE | re.DOTALL)
-    if found is None:
+    match = re.search(SECTION.format(re.escape(heading)), page, re.MULTILINE | re.DOTALL)
+    if match is None:
         raise Failed(f"README.md: no section '{heading}'")
-    return found[1]
+    return match[1]
 
 
 def blocks(page: str) -> list[Block]:
@@ -275,7 +275,7 @@ def environment(home: Path) -> dict[str, str]:
     return plain | {"COLUMNS": "120"} | inherited
 
 
-def report(ways: Sequence[Way], minutes: float, short: bool) -> Mapping[str, object]:
+def report(ways: Sequence[Way], minutes: float, short: bool) -> dict[str, object]:
     """What is printed: where and when, what was shortened, and each way."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     inherited = sorted(name for name in os.environ if INHERITED.fullmatch(name))

@@ -4,6 +4,7 @@ A block with a title is a file, and a block of shell without one is commands. Ru
 them, and are otherwise theirs; blocks called ``text`` are shown and not run.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.cli.main import main
 from stranger import SHORTER, blocks, shortened
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,6 +55,18 @@ def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
                 assert ended.returncode in accepted, f"{command}: {(ended.stdout + ended.stderr)[-4000:]}"
                 ran += 1
     assert ran
+
+
+@pytest.mark.parametrize("recipe", ["gpu-8b", "gpu-30b-a3b"])
+def test_the_costs_on_the_page_of_models_are_those_of_the_plans(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (DOCS / "tutorials" / "your-model.md").read_text(encoding="utf-8")
+    minutes, usd = map(float, re.findall(rf"`recipes/{recipe}` .*?\| ([\d.]+) min, \$([\d.]+)", page)[0])
+    assert main(["plan", "run", str(DOCS.parent / "recipes" / recipe), "--hardware", "h100", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["step_s"] / 60 == pytest.approx(minutes, abs=0.05)
+    assert plan["usd"]["step"] == pytest.approx(usd, abs=0.005)
 
 
 def test_every_tutorial_is_on_the_site() -> None:
