@@ -2,12 +2,12 @@
 
     load of production + who still runs + now ──step──▶ lend these, recall those
                  │
-                 └──▶ Forecast: the most calls at a time, by hour of the week, as earlier weeks had them
+                 └──▶ Forecast: the most calls at a time, by quarter of an hour of the week, as earlier weeks had them
 
     FREE ──lend──▶ LENT ──recall──▶ RECALLED ──its rollouts are elsewhere──▶ FREE
 
 Production comes first. It keeps as many engines as it needs for what is in progress, with a margin, or for the most
-that the hours ahead brought in earlier weeks, whichever is more; the others are lent. One is given back before it is
+that the minutes ahead brought in earlier weeks, whichever is more; the others are lent. One is given back before it is
 needed, since an engine of production takes ``lead_s`` to serve again. Where the forecast was too low, production waits
 or comes near the recipe's bound on the time to a first token: then all are given back at once, and the margin grows
 (additive decrease, multiplicative increase, the mirror image of TCP's congestion window). Lending again waits until
@@ -27,8 +27,11 @@ from typing import Protocol, Self, final
 
 HOUR_S = 3600.0
 WEEK_HOURS = 7 * 24
+HOUR_SLOTS = 4
+"""Parts of an hour that are forecast apart: with whole hours an engine is kept back for most of an hour that rises."""
+WEEK_SLOTS, SLOT_S = WEEK_HOURS * HOUR_SLOTS, HOUR_S / HOUR_SLOTS
 LEARNING_RATE = 0.3
-"""Weight of the newest week in what is remembered of an hour; a habit that changed is followed within a month."""
+"""Weight of the newest week in what is remembered of a part of it; a habit that changed is followed within a month."""
 MARGIN_GROWTH, MARGIN_HALF_LIFE_HOURS = 1.5, 24.0
 """Factor of the margin when production had to wait, and time in which half of what it grew by is forgotten."""
 LEAST_GROWN = 0.02
@@ -76,15 +79,12 @@ class LendingLimits:
     """Time from a recall until production's own engine serves again."""
     calm_s: float = 60.0
     """Time for which an engine is not needed before it is lent."""
-    hour_s: float = HOUR_S
-    """Length of an hour; shorter where a week is played in minutes."""
 
     def __post_init__(self) -> None:
         if self.places < 1 or self.keep < 0:
             raise ValueError(f"places={self.places}, keep={self.keep}: expected at least 1 and at least 0")
-        positive = {"slo_first_token_s": self.slo_first_token_s, "hour_s": self.hour_s}
-        if wrong := [name for name, value in positive.items() if not 0 < value < math.inf]:
-            raise ValueError(f"{wrong[0]}={positive[wrong[0]]:g}: expected a number above 0")
+        if not 0 < self.slo_first_token_s < math.inf:
+            raise ValueError(f"slo_first_token_s={self.slo_first_token_s:g}: expected a number above 0")
         if min(self.margin, self.lead_s, self.calm_s) < 0 or self.margin > MOST_MARGIN:
             raise ValueError(f"{self}: margin is from 0 to {MOST_MARGIN:g}, lead_s and calm_s are not negative")
 
@@ -119,51 +119,53 @@ class Production(Protocol):
 
 @final
 class Forecast:
-    """The most calls at a time in each hour of the week, learnt as an average over weeks that forgets."""
+    """The most calls at a time in each quarter of an hour of the week, learnt as an average over weeks that forgets."""
 
-    def __init__(self, hour_s: float = HOUR_S) -> None:
-        self._hour_s = hour_s
+    def __init__(self) -> None:
         self._peaks: dict[int, float] = {}
-        self._hour: int | None = None
-        """The hour that is observed now, counted from 0, and its peak so far."""
+        """Slot of the week → its peak, as earlier weeks had it."""
+        self._slot: int | None = None
+        """The slot that is observed now, counted from time 0, and its peak so far."""
         self._peak = 0.0
 
     def observe(self, calls: int, now: float) -> None:
         """Note how many calls there are."""
-        hour = int(now // self._hour_s)
-        if self._hour is not None and hour != self._hour:
-            self._learn(self._hour % WEEK_HOURS, self._peak)
+        slot = int(now // SLOT_S)
+        if self._slot is not None and slot != self._slot:
+            self._learn(self._slot % WEEK_SLOTS, self._peak)
             self._peak = 0.0
-        self._hour, self._peak = hour, max(self._peak, float(calls))
+        self._slot, self._peak = slot, max(self._peak, float(calls))
 
     def expected(self, start: float, end: float) -> float:
-        """The most calls at a time that earlier weeks had from ``start`` to ``end``; 0 for hours that nobody saw."""
-        hours = range(int(start // self._hour_s), int(end // self._hour_s) + 1)
-        return max((self._peaks.get(hour % WEEK_HOURS, 0.0) for hour in hours[:WEEK_HOURS]), default=0.0)
+        """The most calls at a time that earlier weeks had from ``start`` to ``end``; 0 for times that nobody saw."""
+        slots = range(int(start // SLOT_S), int(end // SLOT_S) + 1)
+        return max((self._peaks.get(slot % WEEK_SLOTS, 0.0) for slot in slots[:WEEK_SLOTS]), default=0.0)
 
     def knows(self, now: float) -> bool:
-        """True if an earlier week had this hour."""
-        return int(now // self._hour_s) % WEEK_HOURS in self._peaks
+        """True if an earlier week had this time."""
+        return int(now // SLOT_S) % WEEK_SLOTS in self._peaks
 
     def to_json(self) -> str:
-        """The peaks as text, as :meth:`learnt` reads it."""
-        return json.dumps({str(hour): round(peak, 3) for hour, peak in sorted(self._peaks.items())})
+        """The peaks by hour of the week, such as 13.25, as text that :meth:`learnt` reads."""
+        return json.dumps({f"{slot / HOUR_SLOTS:g}": round(peak, 3) for slot, peak in sorted(self._peaks.items())})
 
     @classmethod
-    def learnt(cls, text: str, hour_s: float = HOUR_S) -> Self:
+    def learnt(cls, text: str) -> Self:
         """The forecast that was written so. Raises ``ValueError`` for anything else."""
-        forecast = cls(hour_s)
+        forecast = cls()
         try:
-            forecast._peaks = {int(hour): float(peak) for hour, peak in json.loads(text).items()}
-        except (AttributeError, TypeError) as error:
+            forecast._peaks = {
+                math.floor(float(hour) * HOUR_SLOTS): float(peak) for hour, peak in json.loads(text).items()
+            }
+        except (AttributeError, TypeError, OverflowError) as error:
             raise ValueError(f"this is no forecast: {error}") from error
-        if any(not 0 <= hour < WEEK_HOURS for hour in forecast._peaks):
-            raise ValueError(f"this is no forecast: hours of a week are 0 to {WEEK_HOURS - 1}")
+        if any(not 0 <= slot < WEEK_SLOTS for slot in forecast._peaks):
+            raise ValueError(f"this is no forecast: hours of a week are 0 to below {WEEK_HOURS}")
         return forecast
 
-    def _learn(self, hour: int, peak: float) -> None:
-        before = self._peaks.get(hour)
-        self._peaks[hour] = peak if before is None else before + LEARNING_RATE * (peak - before)
+    def _learn(self, slot: int, peak: float) -> None:
+        before = self._peaks.get(slot)
+        self._peaks[slot] = peak if before is None else before + LEARNING_RATE * (peak - before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +198,7 @@ class LendingTable:
     """The engines of production, in the order in which they are lent: the first ``keep`` never are."""
 
     def __init__(self, names: Sequence[str], limits: LendingLimits, forecast: Forecast | None = None) -> None:
-        self.forecast = forecast or Forecast(limits.hour_s)
+        self.forecast = forecast or Forecast()
         """Learns from every look."""
         self.margin = limits.margin
         """Share of the calls that there is room for besides."""
@@ -251,10 +253,10 @@ class LendingTable:
         if in_trouble:
             return len(self._records)
         if not self.forecast.knows(now) and load.calls > 0:
-            ahead = float(load.calls + limits.places)  # an hour that nobody saw may bring more: one engine's fill
+            ahead = float(load.calls + limits.places)  # a time that nobody saw may bring more: one engine's fill
         else:
             ahead = self.forecast.expected(now, now + limits.lead_s + limits.calm_s)
-        # A forecast is of the most that an hour had: it needs no more room than what trouble has taught.
+        # A forecast is of the most that there was: it needs no more room than what trouble has taught.
         calls = max(load.calls * (1 + self.margin), ahead * (1 + self.margin - limits.margin))
         return min(len(self._records), max(limits.keep, math.ceil(calls / limits.places)))
 
@@ -263,7 +265,7 @@ class LendingTable:
         limits, passed_s = self._limits, 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if not in_trouble:
-            share = 0.5 ** (passed_s / (MARGIN_HALF_LIFE_HOURS * limits.hour_s))
+            share = 0.5 ** (passed_s / (MARGIN_HALF_LIFE_HOURS * HOUR_S))
             self.margin = limits.margin + (self.margin - limits.margin) * share
         elif self._borrowed() and now - self._troubled_at >= limits.lead_s:  # once for one burst
             self.margin = min(MOST_MARGIN, max(self.margin, LEAST_GROWN) * MARGIN_GROWTH)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from etude.config.fleet import FleetConfig, RegionConfig
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CommandOptions
+from etude.config.training import ModelShape
 from etude.errors import ConfigError
 from etude.fleet.specs import ETUDE, GroupMember, ProcessSpec, Resources
 from etude.run.phase_folders import phases_of, ranks_of
@@ -58,6 +59,13 @@ def process_spec(name: ProcessName, fleet: FleetConfig, run: str, *, port: int =
 def is_gated(config: RunConfig) -> bool:
     """True if engine and trainer are compared first: two programs of étude's, or a model that transformers computes."""
     return config.engine.kind == "native" or config.model.impl == "hf"
+
+
+def is_gated_early(config: RunConfig) -> bool:
+    """True if the parity gate can begin beside mid-training: with random weights of the recipe's shape, on a processor,
+    where it takes no room from the phase.
+    """
+    return is_gated(config) and isinstance(config.model.shape, ModelShape) and config.engine.device == "cpu"
 
 
 def plan_phases(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:

@@ -28,7 +28,7 @@ from etude.ledger.ledger import Ledger
 from etude.run.event_copies import EventDownloads
 from etude.run.events import open_events
 from etude.run.fleet_changes import EngineScaler, change_fleet
-from etude.run.fleet_plan import is_gated, plan_loop, plan_phase
+from etude.run.fleet_plan import is_gated, is_gated_early, plan_loop, plan_phase
 from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.live_notices import LiveNotices
@@ -117,14 +117,19 @@ def _play(
     loop = placement.own_specs(plan_loop(config, fleet, run))
     with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
         is_fresh = open_log(folder, outages).latest() is None
+    gate = plan_phase("parity", config, fleet, run) if is_gated(config) else ()
     if is_fresh:
-        for phase in lineage.pending(config) or phases_of(config)[-1:]:
+        *earlier, last = lineage.pending(config) or phases_of(config)[-1:]
+        beside = gate if is_gated_early(config) else ()
+        for phase, others in (*((phase, ()) for phase in earlier), (last, beside)):
             events.write(PhaseStarted(phase=phase))
-            _keep_alive(plan_phase(phase, config, fleet, run), folder, config, before, events, progress)
+            specs = (*plan_phase(phase, config, fleet, run), *others)
+            _keep_alive(specs, folder, config, before, events, progress)
+        gate = () if beside else gate
     check_complete(lineage, config)
     is_taken_over = not placement.launcher.look().keys().isdisjoint(spec.name for spec in loop)
-    if is_gated(config) and not is_taken_over:  # those that run have passed it
-        _keep_alive(plan_phase("parity", config, fleet, run), folder, config, before, events, progress)
+    if gate and not is_taken_over:  # those that run have passed it
+        _keep_alive(gate, folder, config, before, events, progress)
     with contextlib.ExitStack() as stack:
         if placement.state is not None:  # not sooner: a region's processes read what phases leave
             placement.state.own.declare(desired_of(folder, fleet))

@@ -16,6 +16,7 @@ Shape legend: B sequences, T positions, N tokens of one pass, H hidden, S sparse
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -450,12 +451,31 @@ GOOD, WARN, DIM = "green", "yellow", "bright_black"
 """Colours of what agrees, what does not, and what is beside it."""
 
 
+WEIGHTS_POLL_S = 0.2
+"""Interval at which a gate that was started early looks for the weights."""
+
+
 def gate(folder: RunFolder) -> None:
-    """Stop a run whose engine and trainer disagree. Raises :class:`~etude.errors.MismatchError`."""
-    config = folder.config()
+    """Stop a run whose engine and trainer disagree. Raises :class:`~etude.errors.MismatchError`.
+
+    Where a phase before the loop is still under way, random weights of the recipe's shape are compared first: a machine
+    that computes wrongly is found before mid-training is paid for, kernels are compiled by the time that the loop needs
+    them, and what is left to do is the comparison of the weights that the phase publishes.
+    """
+    config, console = folder.config(), Console(width=100)
     torch.set_num_threads(config.trainer.threads)
-    parity = parity_of_run(folder, config)
-    show_parity(parity, Console(width=100))
+    if open_log(folder).latest() is None:
+        console.print("random weights:")
+        _demand(parity_of_model(None, config), console)
+        while open_log(folder).latest() is None:
+            time.sleep(WEIGHTS_POLL_S)
+        console.print("\npublished weights:")
+    _demand(parity_of_run(folder, config), console)
+
+
+def _demand(parity: Parity, console: Console) -> None:
+    """Print a comparison. Raises :class:`~etude.errors.MismatchError` unless it passed."""
+    show_parity(parity, console)
     if not parity.passed:
         raise MismatchError(verdict(parity))
 

@@ -109,15 +109,31 @@ def test_what_earlier_weeks_brought_at_this_hour_is_kept_free_before_it_comes() 
     assert lent(table) == ["p1", "p2", "p3"]
 
 
+def test_an_hour_that_rises_is_forecast_by_its_quarters() -> None:
+    forecast, nine = Forecast(), 9 * HOUR_S
+    for quarter in range(5):
+        forecast.observe(10 * quarter, nine + quarter * HOUR_S / 4)
+    again = Forecast.learnt(forecast.to_json())
+    week = WEEK_HOURS * HOUR_S
+    assert [again.expected(at, at + 60) for at in (week + nine, week + nine + HOUR_S / 2)] == [0, 20]
+    assert not again.knows(week + nine + HOUR_S), "it is not over"
+
+
+def test_a_forecast_of_whole_hours_counts_for_their_first_quarters() -> None:
+    forecast = Forecast.learnt('{"9": 30.0}')
+    assert forecast.expected(9 * HOUR_S, 9 * HOUR_S + 1) == 30
+    assert not forecast.knows(9.25 * HOUR_S)
+
+
 def test_a_habit_that_changed_is_followed() -> None:
     forecast = Forecast()
     for week in range(6):
-        for hour in range(WEEK_HOURS):
-            forecast.observe(40 if week == 0 else 10, (week * WEEK_HOURS + hour) * HOUR_S)
+        for quarter in range(4 * WEEK_HOURS):
+            forecast.observe(40 if week == 0 else 10, week * WEEK_HOURS * HOUR_S + quarter * HOUR_S / 4)
     assert 10 < forecast.expected(7 * WEEK_HOURS * HOUR_S, 7 * WEEK_HOURS * HOUR_S + 1) < 20
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"200": 1}', '{"a": 1}', '{"1": null}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"200": 1}', '{"a": 1}', '{"1": null}', '{"inf": 1}', '{"-0.1": 1}'])
 def test_what_is_no_forecast_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Forecast.learnt(text)
@@ -129,7 +145,7 @@ def test_what_is_no_forecast_is_refused(text: str) -> None:
         {"places": 0},
         {"keep": -1},
         {"slo_first_token_s": 0.0},
-        {"hour_s": float("inf")},
+        {"slo_first_token_s": float("inf")},
         {"margin": 5.0},
         {"lead_s": -1},
     ],

@@ -1,8 +1,10 @@
 """The parity gate passes where both sides are the same, and names where they are not."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,12 @@ from rich.console import Console
 from torch import Tensor
 
 from etude.config.inference import NumericsConfig
+from etude.config.loading import parse_config
+from etude.config.recipe import RunConfig
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_LATENT, ModelSpec
+from etude.run.fleet_plan import is_gated_early
+from etude.run.folder import RunFolder
 from etude.run.numerics import load_published, published_state, serving_model, training_model
 from etude.run.parity import (
     PROMPTS,
@@ -20,11 +26,15 @@ from etude.run.parity import (
     Parity,
     check_parity,
     compare_layers,
+    gate,
     sample,
     show_parity,
     verdict,
 )
+from etude.run.phases import run_phases
+from etude.run.weight_log import open_log
 from etude.trainer.mismatch import Mismatch, MismatchLevel
+from etude.types import Json
 
 torch.set_num_threads(1)
 INVARIANT, FAST = NumericsConfig(arithmetic="invariant"), NumericsConfig(arithmetic="fast")
@@ -141,3 +151,48 @@ def test_nearly_equal_is_never_shown_as_equal() -> None:
         )
     assert "99.9%" in captured.get()
     assert "100" not in captured.get()
+
+
+def recipe(**sections: dict[str, Json]) -> RunConfig:
+    shape: Json = {"vocab_size": 400, "hidden_size": 32, "layers": 1, "experts": 2, "expert_size": 16}
+    tree: dict[str, Json] = {
+        "tasks": {"options": {"kinds": ["arith"]}},
+        "model": {"shape": shape},
+        "midtrain": {"tokens": 0},
+        "engine": {"device": "cpu"},
+        "trainer": {"device": "cpu"},
+    }
+    return parse_config({**tree, **sections}, source="test")
+
+
+def test_a_gate_that_begins_before_the_weights_compares_random_ones_and_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.create(tmp_path / "run", recipe())
+    open_log(folder)  # as the supervisor does
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(gate, folder)
+        printed = ""
+        while "to the last bit" not in printed and not waiting.done():
+            printed += capsys.readouterr().out
+        assert printed.startswith("random weights:")
+        assert not waiting.done()
+        run_phases(folder)
+        waiting.result(60)
+    assert "published weights:" in (again := capsys.readouterr().out)
+    assert "to the last bit" in again
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_early"),
+    [
+        ({}, True),
+        ({"engine": {"device": "cuda"}}, False),
+        ({"model": {"checkpoint": "/models/m"}}, False),
+        ({"engine": {"kind": "vllm", "device": "cpu"}}, False),
+    ],
+)
+def test_a_gate_begins_early_where_it_takes_no_room_from_mid_training(
+    sections: dict[str, dict[str, Json]], is_early: bool
+) -> None:
+    assert is_gated_early(recipe(**sections)) is is_early

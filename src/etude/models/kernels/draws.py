@@ -219,20 +219,22 @@ def _keep(row: Row, top_k: int, top_p: float) -> int:
         # Tokens that weigh no more than this cannot add up to what may be left out, however many they are.
         negligible = (total - needed) // vocabulary
         count = _at_least(row.weights_V, row.sums_B, negligible + 1, row.ids_V)
-        return _cut(row.keys_V, row.weights_V, row.ids_V[:count], needed, row.spare_V)
-    ones_V = np.broadcast_to(np.ones(1, np.int64), (vocabulary,))
+        return _cut(row.keys_V, row.weights_V, True, row.ids_V[:count], needed, row.spare_V)
     floor = _LOWEST
     if top_k <= blocks:
         # Of the k blocks with the largest maxima each holds a token as large as the least of those maxima.
-        best = np.arange(blocks).astype(np.int32)
-        count = _cut(row.maxima_B, ones_V, best, top_k, row.spare_V)
-        floor = row.maxima_B[best[:count]].min()
+        best = row.ids_V[:blocks]
+        for block in range(blocks):
+            best[block] = block
+        floor = _HIGHEST
+        for n in range(_cut(row.maxima_B, row.weights_V, False, best, top_k, row.spare_V)):
+            floor = min(floor, row.maxima_B[best[n]])
     count = _at_least(row.keys_V, row.maxima_B, floor, row.ids_V)
-    count = _cut(row.keys_V, ones_V, row.ids_V[:count], top_k, row.spare_V)
+    count = _cut(row.keys_V, row.weights_V, False, row.ids_V[:count], top_k, row.spare_V)
     if top_p >= 1.0:
         return count
     needed = _needed(_mass(row, row.ids_V[:count]), top_p)
-    return _cut(row.keys_V, row.weights_V, row.ids_V[:count], needed, row.spare_V)
+    return _cut(row.keys_V, row.weights_V, True, row.ids_V[:count], needed, row.spare_V)
 
 
 @kernel
@@ -257,8 +259,8 @@ def _at_least(values_V: Any, bounds_B: Any, floor: Any, ids_V: Int32s) -> int:
 
 
 @kernel
-def _cut(keys_V: Int32s, amounts_V: Int64s, ids_n: Int32s, needed: int, spare_V: Int32s) -> int:
-    """Leave in ``ids_n`` the fewest with the largest keys whose amounts add up to ``needed``; returns how many.
+def _cut(keys_V: Int32s, weights_V: Int64s, by_weight: bool, ids_n: Int32s, needed: int, spare_V: Int32s) -> int:
+    """Leave in ``ids_n`` the fewest with the largest keys that weigh ``needed``, or are so many; returns how many.
 
     Radix selection: find the digit at which the sum from above reaches what is needed, then look below that digit only.
     The candidates ascend and go on doing so; of equal keys the first go first.
@@ -268,7 +270,7 @@ def _cut(keys_V: Int32s, amounts_V: Int64s, ids_n: Int32s, needed: int, spare_V:
     for shift in (2 * _DIGIT, _DIGIT, 0):
         sums[:] = 0
         for v in undecided:
-            sums[((keys_V[v] + _KEY_OFFSET) >> shift) & (len(sums) - 1)] += amounts_V[v]
+            sums[((keys_V[v] + _KEY_OFFSET) >> shift) & (len(sums) - 1)] += weights_V[v] if by_weight else 1
         digit = len(sums) - 1
         while sums[digit] < needed:
             needed -= sums[digit]
@@ -284,7 +286,7 @@ def _cut(keys_V: Int32s, amounts_V: Int64s, ids_n: Int32s, needed: int, spare_V:
         ids_n[count] = v
         if keys_V[v] == limit:
             count += needed > 0
-            needed -= amounts_V[v]
+            needed -= weights_V[v] if by_weight else 1
         else:
             count += keys_V[v] > limit
     return count
@@ -335,7 +337,14 @@ def _appended(mask_ids: Int32s, used: int, ids_n: Int32s) -> Int32s:
     """``mask_ids`` with ``ids_n`` after the ``used`` ones, in a larger array if they do not fit."""
     if used + len(ids_n) > len(mask_ids):
         grown = np.empty(2 * (used + len(ids_n)), np.int32)
-        grown[:used] = mask_ids[:used]
+        _copy(mask_ids[:used], grown)
         mask_ids = grown
-    mask_ids[used : used + len(ids_n)] = ids_n
+    _copy(ids_n, mask_ids[used:])
     return mask_ids
+
+
+@kernel
+def _copy(ids_n: Int32s, into: Int32s) -> None:
+    """Copy token ids to the front of an array. In a loop: an assignment to a slice takes numba seconds to compile."""
+    for n in range(len(ids_n)):
+        into[n] = ids_n[n]
