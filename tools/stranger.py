@@ -38,6 +38,8 @@ INHERITED = re.compile(r"PIP_\w+|(https?|no)_proxy|(SSL|CURL|REQUESTS)_\w+", re.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TAIL_CHARACTERS = 4_000
 """Of the output of a command that failed."""
+INTERRUPTED = "interrupted"
+"""What failed a way on Ctrl-C; those behind it are not gone."""
 GRACE_S = 20.0
 """Until a command that was interrupted is killed."""
 
@@ -113,8 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder = options.at or Path(tempfile.mkdtemp(prefix="stranger-"))
     folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it started ends with it
+    ways = list[Way]()
     try:
-        ways = list(follow(ROOT, folder, options.minutes * 60, SHORTER if options.short else ()))
+        for way in follow(ROOT, folder, options.minutes * 60, SHORTER if options.short else ()):
+            ways.append(way)
+            if way.failure == INTERRUPTED:
+                break
     finally:
         if options.at is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -197,6 +204,8 @@ class Stranger:
         except (Failed, OSError) as error:
             way.failure = str(error)
             print(f"{way.name}: {error}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            way.failure = INTERRUPTED
         way.seconds = round(time.monotonic() - started_s, 1)
         return way
 
@@ -245,6 +254,9 @@ class Stranger:
             output, _ = process.communicate(timeout=max(1.0, left_s))
         except subprocess.TimeoutExpired:
             raise Failed(f"{page}: {command}: the way took too long\n{ended(process)[-TAIL_CHARACTERS:]}") from None
+        except KeyboardInterrupt:
+            ended(process)
+            raise
         if not self._is_right(command, process.returncode, output):
             raise Failed(f"{page}: {command}: exit status {process.returncode}\n{output[-TAIL_CHARACTERS:]}")
         seconds = round(time.monotonic() - started_s, 1)
