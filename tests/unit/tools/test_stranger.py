@@ -147,8 +147,9 @@ def test_a_command_that_the_readme_lists_exists_with_its_options(line: str) -> N
     for alternative in synopsis.split(" | "):
         names, _, rest = alternative.partition(" ")
         for name in names.split("|"):
-            commands = [load(name)]
-            if isinstance(commands[0], TyperGroup) and SUBCOMMANDS.fullmatch(below := rest.split(" ")[0]):
-                commands = [commands[0].commands[each] for each in below.split("|")]
-            for command in commands:
-                assert set(OPTION.findall(alternative)) <= {option for each in command.params for option in each.opts}
+            command, below = load(name), rest.split(" ")[0]
+            options = {option for each in command.params for option in each.opts}
+            if isinstance(command, TyperGroup) and SUBCOMMANDS.fullmatch(below):
+                options = {option for each in below.split("|") for parameter in command.commands[each].params
+                           for option in parameter.opts}  # fmt: skip
+            assert set(OPTION.findall(alternative)) <= options
