@@ -1,10 +1,10 @@
-"""A door between two processes that talk HTTP, which can answer in their stead, break, or let nothing through.
+"""A fault-injecting proxy between two processes that talk HTTP: it can answer with errors, break, or stall.
 
     caller ──▶ Link ──▶ server
 
 Owns the connections through it. Bytes pass unread: HTTP/1.1 without pipelining takes turns, so the first bytes after an
-answer begin a request, and that is all it needs to know to answer one itself. Who is led here is
-:mod:`bench.faults.machine`'s.
+answer begin a request, which is all it needs to know to answer one itself. :mod:`bench.faults.machine` decides whose
+connections go through it.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from etude.aio import background_task
 HOST = "127.0.0.1"
 CHUNK_BYTES = 1 << 16
 START_S = 10.0
-"""How long the loop may take to listen."""
+"""Longest time until the loop listens."""
 LINGER_S = 5.0
-"""How long a caller that was answered here may take to hang up."""
+"""Longest time for a caller that was answered here to hang up."""
 STATUSES = (
     HTTPStatus.INTERNAL_SERVER_ERROR,
     HTTPStatus.BAD_GATEWAY,
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )
-"""What a link answers itself."""
+"""Statuses that a link answers with."""
 
 
 class Weather(Enum):
-    """How a link is."""
+    """State of a link."""
 
     FAIR = auto()
     REFUSING = auto()
@@ -46,11 +46,11 @@ class Weather(Enum):
 
 @final
 class Link:
-    """One door, with an event loop in a thread of its own; entered to be opened, and for one run."""
+    """One proxy, with an event loop in a thread of its own; a context manager, for one run."""
 
     def __init__(self) -> None:
         self.port = 0
-        """Where callers come to."""
+        """The port that callers connect to."""
         self.target = 0
         """The server's port."""
         self._status = STATUSES[0]

@@ -33,7 +33,7 @@ class Examiner:
     """What all graders need."""
 
     def __init__(self, sandboxes: SandboxProvider, images: Images, spec: SandboxSpec) -> None:
-        """``spec`` is that of the tasks' worlds."""
+        """``spec`` is that of the tasks' sandboxes."""
         self.sandboxes = sandboxes
         self.spec = spec
         self.ours = GraderByKind(

@@ -1,19 +1,20 @@
-"""Noise of the policy gradient by baselines without groups, on synthetic live sessions whose true gradient is known.
+"""Noise of the policy gradient with baselines for single rollouts, on synthetic live sessions with a known gradient.
 
     population ──▶ earlier sessions ─┐
                └─▶ a batch ──────────┴─▶ each baseline ──▶ Σ (R − b) ∇ log π / N ──▶ against the true gradient
 
-The policy is a table: in each of 12 templates it chooses one of 4 ways to answer, with logits of its own, and the worth
-of each is known, so that the gradient of the expected reward is a sum and no estimate. What else moves a reward has
-nothing to do with the choice: how hard the template is, the user's taste, the day, the length of the prompt, chance.
-All contestants see the same sessions, batch by batch. Two cases:
+The policy is a table: in each of 12 templates it chooses one of 4 ways to answer, each with its own logit and known
+worth, so the gradient of the expected reward is an exact sum. Everything else that changes a reward is independent of
+the choice: the template's difficulty, the user's taste, the day, the length of the prompt, chance. All contestants see
+the same sessions, batch by batch. Two cases:
 
-- *steady*: earlier sessions are of the same policy and the same mood;
-- *moving*: earlier steps' policies were worse, by the same for all templates and by more for some, and every day has a
-  mood of its own.
+- *steady*: earlier sessions have the same policy and the same mood;
+- *moving*: earlier steps' policies were worse, for some templates more than for others, and every day has a mood of its
+  own.
 
-Noise is E‖ĝ − g‖² / ‖g‖²: batches that must be averaged for noise and signal to be equal. Its ratio to that of no
-baseline says how many sessions the same gradient takes. Bias is ‖mean ĝ − g‖ in units of what chance alone would leave.
+Noise is E‖ĝ − g‖² / ‖g‖²: the batches that must be averaged for noise and signal to be equal. Its ratio to the noise
+without a baseline is the ratio of sessions needed for an equally good gradient. Bias is ‖mean ĝ − g‖ in units of its
+standard deviation by chance.
 """
 
 import time
@@ -36,7 +37,7 @@ BATCH, EARLIER = 64, 512
 BATCHES = 200
 CASES = ("steady", "moving")
 NOISE = 0.25
-"""Standard deviation of what is chance alone."""
+"""Standard deviation of a reward's random part."""
 PER_DAY = 64
 """Sessions of a day."""
 
@@ -46,16 +47,16 @@ class Population:
     """Users, templates and a policy, with all that a reward is made of."""
 
     shares_T: Array
-    """How often each template comes, a few of them most times."""
+    """Frequency of each template; a few make up most."""
     hardness_T: Array
     worth_TA: Array
-    """What each way to answer adds."""
+    """Reward that each way to answer adds."""
     policy_TA: Array
     taste_U: Array
     frequency_U: Array
-    """How often each user comes."""
+    """Frequency of each user."""
     decline_T: Array
-    """By how much earlier policies were worse, for the whole of the sessions before."""
+    """Reward by which the oldest policy was worse."""
 
     @classmethod
     def draw(cls, rng: Rng, *, moving: bool) -> "Population":
@@ -158,6 +159,6 @@ def _noise(estimates: Array, truth: Array) -> float:
 
 
 def _bias(estimates: Array, truth: Array) -> float:
-    """‖mean ĝ − g‖ over the root of what its square is by chance."""
+    """‖mean ĝ − g‖ over its standard deviation by chance."""
     by_chance = estimates.var(axis=0, ddof=1).sum() / len(estimates)
     return float(np.sqrt(((estimates.mean(axis=0) - truth) ** 2).sum() / by_chance))

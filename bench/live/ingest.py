@@ -36,7 +36,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from bench.faults.database import Database, programs
 from bench.live.ingest_process import BROWSER_KEY, PRODUCT_KEY, SINK, UNNOTED_S
-from etude.feedback.joiner import Joiner, KeptAlone
+from etude.feedback.joiner import Joiner, StoreOnlySink
 from etude.feedback.signals import Event, read_report
 from etude.feedback.store import FeedbackStore
 from etude.run.folder import RunFolder, feedback_place
@@ -114,7 +114,7 @@ def _report(store: FeedbackStore, bodies: list[bytes], at_a_time: int) -> None:
 
 
 def _join(store: FeedbackStore, sessions: int) -> None:
-    joiner = Joiner(store, KeptAlone(), None)
+    joiner = Joiner(store, StoreOnlySink(), None)
     while sessions > 0:
         sessions -= joiner.step(100.0)
 

@@ -1,11 +1,11 @@
-"""étude's end of TRL's run in `bench loop`: worlds and grades for it, and what it said of its steps.
+"""étude's side of TRL's run in `bench loop`: environments and grades for it, and the times of its steps.
 
-    loop_trl_worker.py ──reset, act──▶ a sandbox each, the tools of the built-in harness
-                       ──grade──▶ the hidden tests
-                       ──step, saved──▶ times, weight versions
+    trl_worker.py ──reset, act──▶ a sandbox each, the tools of the built-in harness
+                  ──grade──▶ the hidden tests
+                  ──step, saved──▶ times, weight versions
 
-TRL's rollouts thus live in the very sandboxes and are graded by the very code of étude's. TRL calls tools one after the
-other, so sandboxes are mostly idle here; grading is asked for the whole batch and done side by side.
+So TRL's rollouts run in the same sandboxes as étude's and are graded by the same code. TRL calls tools one after the
+other, so sandboxes are mostly idle here; a whole batch is graded concurrently.
 """
 
 import asyncio
@@ -41,15 +41,14 @@ from etude.trainer.optimisation import RateSchedule
 from etude.types import Json, Task
 
 SILENCE_S = 900.0
-"""How long TRL may take for what it does between two messages, its longest step included."""
-
+"""Longest time between two messages of TRL, its longest step included."""
 DRAWS = 20
-"""For each task that is wanted: far more than a family that repeats itself now and then takes."""
+"""Draws for each expected task: far more than a family needs that sometimes repeats a task."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """What TRL said of one step."""
+    """TRL's report of one step."""
 
     clock_s: float
     seconds: float
@@ -60,7 +59,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Environment:
-    """What a rollout works in."""
+    """The environment of a rollout."""
 
     task: Task
     sandbox: Sandbox
@@ -69,29 +68,29 @@ class _Environment:
 @final
 @dataclass(slots=True)
 class Environments:
-    """Answers TRL's questions."""
+    """The environments of TRL's rollouts; answers its requests."""
 
     tasks: Sequence[Task]
     sandboxes: LocalSandboxes
     grader: HiddenTests = field(default_factory=HiddenTests)
     open: dict[int, _Environment] = field(default_factory=dict)
-    """By TRL's number: one for each rollout of a batch, used again in the next."""
+    """TRL's number → environment: one for each rollout of a batch, reused in the next."""
 
     async def answer(self, question: Mapping[str, Json]) -> dict[str, Json]:
         """The answer to ``reset``, ``act`` or ``grade``."""
         match question["verb"]:
             case "reset":
-                await self._reset(cast("int", question["world"]), cast("int", question["task"]))
+                await self._reset(cast("int", question["environment"]), cast("int", question["task"]))
                 return {}
             case "act":
-                environment = self.open[cast("int", question["world"])]
+                environment = self.open[cast("int", question["environment"])]
                 call = tools.parse_call(str(question["call"]))
                 return {"observation": await observe(call, environment.task.checks, environment.sandbox)}
             case "grade":
                 replies = cast("list[tuple[int, str, bool]]", question["replies"])
                 return {"rewards": list(await asyncio.gather(*(self._grade(*reply) for reply in replies)))}
             case verb:
-                raise InfrastructureError(f"TRL's program asks for {verb!r}, which nobody answers")
+                raise InfrastructureError(f"TRL's program sent an unknown request {verb!r}")
 
     async def _reset(self, number: int, task: int) -> None:
         if number in self.open:
@@ -100,7 +99,7 @@ class Environments:
         self.open[number] = _Environment(task=chosen, sandbox=await self.sandboxes.create(chosen.files))
 
     async def _grade(self, number: int, reply: str, ended: bool) -> float:
-        """The reward of a rollout by its last reply: it counts if that submits."""
+        """The reward of a rollout, which counts as submitted if its last reply submits."""
         submits = ended and isinstance(tools.parse_call(reply), tools.Submit)
         result = HarnessResult(reason=SUBMITTED if submits else "turns", counts={})
         environment = self.open[number]
@@ -108,9 +107,9 @@ class Environments:
 
 
 def run_trl(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> ContestantRun:
-    """Train ``start``'s version 0 with TRL; the versions that are marked are in the run folder of the result.
+    """Train ``start``'s version 0 with TRL; the marked versions are in the run folder of the result.
 
-    Without TRL, or when it fails, the result says why.
+    If TRL is missing or fails, the result says why.
     """
     out.mkdir()
     try:
@@ -147,9 +146,9 @@ async def _run(contestant: Contestant, options: LoopOptions, start: RunFolder, o
 
 
 def training_tasks(config: RunConfig) -> list[Task]:
-    """The tasks of all steps in the order in which étude admits them, none twice.
+    """The distinct tasks of all steps, in the order in which étude admits them.
 
-    Raises :class:`~etude.errors.UserError` where the family has not as many.
+    Raises :class:`~etude.errors.UserError` if the family has too few.
     """
     order, drawn = TaskOrder(open_family(config), seed=config.seed), dict[str, Task]()
     expected = config.trainer.steps * config.rollouts.groups_per_step
@@ -163,7 +162,7 @@ def training_tasks(config: RunConfig) -> list[Task]:
 
 @contextlib.asynccontextmanager
 async def _sandboxes(config: RunConfig) -> AsyncIterator[LocalSandboxes]:
-    """Those of a recipe whose sandboxes are ``local``."""
+    """The sandboxes of a recipe with ``sandboxes.kind = "local"``."""
     sandboxes = LocalSandboxes()
     try:
         yield sandboxes
@@ -174,7 +173,7 @@ async def _sandboxes(config: RunConfig) -> AsyncIterator[LocalSandboxes]:
 def _setup(
     contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path, tasks: Sequence[Task]
 ) -> dict[str, Json]:
-    """What the program is told; it knows nothing of étude."""
+    """The settings of TRL's program, which knows nothing of étude."""
     config = recipe(contestant, options)
     model, prompts = out / "start", out / "prompts.json"
     export_run(start, model, 0)

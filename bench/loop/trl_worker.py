@@ -1,13 +1,13 @@
 """TRL's ``GRPOTrainer`` at work for `bench loop`: runs in TRL's environment, without étude.
 
-    worlds, grades  ◀──one question at a time──  this program  ──steps, saved checkpoints──▶  loop_trl.py
+    environments, grades  ◀──one request at a time──  this program  ──steps, saved checkpoints──▶  trl.py
 
 It is TRL as its documentation has multi-turn environments: an ``environment_factory`` whose one tool carries a call
 out, TRL's own loop of generating and calling, transformers' ``generate``. The model, the tasks, the text of every
 message, the limits, the loss (token mean over the batch, no standard deviation, no reference), the optimiser and its
-schedule are étude's. Worlds and hidden tests are étude's, too, at the other end of the pipe.
+schedule are étude's. Environments and hidden tests are étude's, too, at the other end of the pipe.
 
-Standard library and what is measured alone.
+Imports only the standard library and the packages that are measured.
 """
 
 import json
@@ -54,7 +54,7 @@ class Link:
 
 
 def environment(link: Link) -> type:
-    """The class that TRL makes a world of for every rollout of a batch, and then uses again."""
+    """The environment class, of which TRL makes an instance for every rollout of a batch and reuses it."""
     made: list[object] = []
 
     class Environment:
@@ -63,7 +63,7 @@ def environment(link: Link) -> type:
             made.append(self)
 
         def reset(self, **row: Any) -> None:
-            link.ask(verb="reset", world=self.number, task=row["index"])
+            link.ask(verb="reset", environment=self.number, task=row["index"])
 
         def act(self, call: str) -> str:
             """Carry out a call of the text tools.
@@ -71,7 +71,7 @@ def environment(link: Link) -> type:
             Args:
                 call: The call.
             """
-            observation: str = link.ask(verb="act", world=self.number, call=call)["observation"]
+            observation: str = link.ask(verb="act", environment=self.number, call=call)["observation"]
             return observation
 
     return Environment

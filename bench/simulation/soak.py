@@ -1,12 +1,12 @@
-"""`bench soak`: a run of many hours in virtual time, under fire, and what of it grows.
+"""`bench soak`: a run of many hours in virtual time with faults, and the growth of its resources.
 
     steps of a minute, faults ──▶ FaultyRun ──▶ the rules of `bench simulation`: none may be violated
                                      └── each virtual minute: handles, tasks; each hour: memory, ledger ──▶ growth
 
-What decides is production's, as in :mod:`bench.simulation.run`: dispatcher, runner, schedule, breaker, admission,
-ledger, leases, regions, pools and routers, in processes that are killed and started again meanwhile. Growth is that
-behind the warm-up, an hour. The ledger's rows and files of events grow by design; the records that simulation and
-auditor keep are told apart from the memory of production's code.
+The code under test is production's, as in :mod:`bench.simulation.run`: dispatcher, runner, schedule, breaker,
+admission, ledger, leases, regions, pools and routers, in processes that are killed and restarted meanwhile. Growth is
+measured after a warm-up of an hour. The ledger's rows and files of events grow by design; the records that simulation
+and auditor keep are counted separately from the memory of production's code.
 """
 
 import argparse
@@ -37,26 +37,27 @@ from etude.simulation.run import RegionModel
 from etude.types import Json
 
 HOURS, FEWEST_HOURS, HOUR_S = 8, 4, 3600.0
-"""Virtual hours; the fewest of which growth can be told; the seconds of one."""
+"""Default virtual hours; the fewest from which growth can be measured; the seconds of one."""
 WARM_UP = 1
 """Hours in which caches fill."""
 SAMPLES = 60
-"""Of an hour."""
+"""Samples per hour."""
 STEP_S, FAULT_S = 45.0, 240.0
-"""Virtual time of a step, about, and between two faults."""
+"""Virtual time of a step, approximately, and between two faults."""
 RECORDS = ("/bench/simulation/", "/bench/faults/", "/etude/simulation/", "/etude/rollouts/fake.py", "/tracemalloc.py")
-"""Parts of the simulation, which remember what the auditor reads."""
+"""Source files of the simulation, which keep records for the auditor."""
 MOST_LISTED = 8
+"""Most places in the code that are listed with their growth."""
 VIOLATIONS = Goal("violations", "at most", 0)
 HANDLES, TASKS = Goal("handles_grown", "at most", 0), Goal("tasks_grown", "at most", 0)
 MEMORY_KIB = Goal("memory_kib_per_hour", "at most", 64)
-"""Of production's code: a hundred bytes for each of an hour's rollouts."""
+"""Growth of production's code: a hundred bytes for each rollout of an hour."""
 _COLUMNS = ("hour", "rss_mib", "traced_mib", "handles", "tasks", "ledger_mib", "steps", "restarts")
 
 
 @dataclass(slots=True)
 class Samples:
-    """A run, as it is seen from beside it; handles and tasks minute by minute."""
+    """Samples of a run's resources: handles and tasks by the minute, the others by the hour."""
 
     hour_s: float
     handles: list[int] = field(default_factory=list)
@@ -68,8 +69,8 @@ class Samples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Name the options of the command line."""
-    parser.add_argument("--hours", type=int, default=HOURS, help=f"virtual ones (default: {HOURS})")
-    parser.add_argument("--seed", type=int, default=0, help="another run, with other faults")
+    parser.add_argument("--hours", type=int, default=HOURS, help=f"virtual hours (default: {HOURS})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
 
 
 def run(options: argparse.Namespace) -> dict[str, Json]:
@@ -80,10 +81,10 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 def bench_soak(hours: int, seed: int = 0, hour_s: float = HOUR_S) -> dict[str, Json]:
     """Play so many virtual hours and return the bench object. Raises :class:`~etude.errors.UserError` for too few."""
     if hours < FEWEST_HOURS:
-        raise UserError(f"bench soak: --hours {hours}: {FEWEST_HOURS} at least, or growth cannot be told")
+        raise UserError(f"bench soak: --hours {hours}: growth can only be measured from {FEWEST_HOURS} hours on")
     began_s, samples = time.monotonic(), Samples(hour_s)
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # what production logs of faults is no news
+    logging.disable(logging.CRITICAL)  # production logs every injected fault
     tracemalloc.start()
     try:
         with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="etude-soak-") as name:
@@ -95,7 +96,7 @@ def bench_soak(hours: int, seed: int = 0, hour_s: float = HOUR_S) -> dict[str, J
 
 
 def long_run(seconds: float, seed: int) -> Scenario:
-    """A run of that time on engines in two regions, with faults of all kinds but those that are for good."""
+    """A run of so many seconds on engines in two regions, with all kinds of faults but permanent ones."""
     random, small = Random(f"soak {seed}"), draw(seed)
     kinds = [kind for kind in Kind if kind is not Kind.LOSE_ROLLOUTS]
     drawn = [(kinds[number % len(kinds)], number + random.random()) for number in range(round(seconds / FAULT_S))]
@@ -136,7 +137,7 @@ def _process() -> dict[str, float]:
 
 
 def _hour(soaked: FaultyRun, folder: Path, samples: Samples) -> dict[str, float]:
-    """The whole process at the end of an hour."""
+    """The resources of the whole process at the end of an hour."""
     gc.collect()
     if len(samples.hours) + 1 >= WARM_UP:
         samples.memory[1:] = [tracemalloc.take_snapshot()]
@@ -185,8 +186,8 @@ def figures(samples: Samples, outcome: Outcome) -> dict[str, Json]:
 
 
 def floor_grown(minutes: Sequence[int]) -> int:
-    """By how much the least of the last third is above that of the first third behind the warm-up: what is at work goes
-    up and down, what was lost lifts the floor.
+    """Growth of the minimum from the first third after the warm-up to the last third: resources in use go up and down,
+    leaked ones raise the minimum.
     """
     warm = minutes[SAMPLES * WARM_UP :]
     third = len(warm) // 3

@@ -321,7 +321,7 @@ class ObjectStore:
         except OSError as error:
             raise InfrastructureError(f"object store {self.url}: cannot reach its folder: {error}") from error
         if not is_there:
-            raise InfrastructureError(f"object store {self.url}: {self._folder} is no folder any more")
+            raise InfrastructureError(f"object store {self.url}: {self._folder} is no longer a folder")
         if self._is_mount and not os.path.ismount(self._folder):
             raise InfrastructureError(f"object store {self.url}: {self._folder} is not mounted any more")
 
@@ -334,7 +334,7 @@ class ObjectStore:
         except (OSError, ValueError):
             return  # the storage itself says what that is
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise DamagedError(f"object {key!r} in {self.url} is no file but a pipe, a socket or a device: remove it")
+            raise DamagedError(f"object {key!r} in {self.url} is not a file but a pipe, socket or device: remove it")
 
     def _size_bytes(self, key: str) -> int | None:
         self._require_file(key)
@@ -523,7 +523,7 @@ def _place_of_bucket(bucket: str) -> dict[str, str]:
     for entry in os.environ.get(BUCKETS_VARIABLE, "").split():
         name, _, place = entry.partition("=")
         if not name or not place:
-            raise UserError(f"{BUCKETS_VARIABLE}: {entry!r} is no place of a bucket: expected BUCKET=REGION or "
+            raise UserError(f"{BUCKETS_VARIABLE}: {entry!r} is not a place of a bucket: expected BUCKET=REGION or "
                             f"BUCKET=http://HOST:PORT")  # fmt: skip
         if name == bucket:
             return {"endpoint" if "://" in place else "region": place}

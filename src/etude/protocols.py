@@ -294,9 +294,9 @@ class FamilyContext:
 
     seed: int
     heldout_every: int
-    """One template in so many is held out."""
+    """Holdout ratio: one template in this many is held out."""
     texts_heldout_every: int
-    """One module of the standard library in so many is held out, as for mid-training."""
+    """The same for modules of the standard library, as for mid-training."""
     folder: Path
     """``tasks.folder``."""
     images: Path | None
@@ -429,13 +429,13 @@ class Score:
 
 
 class JoinedSessions(Protocol):
-    """Takes live sessions whose window is over: the end of the way from a signal, and the start of learning from it."""
+    """Takes live sessions whose windows are over, to learn from them."""
 
     def take(self, sessions: Sequence[JoinedSession]) -> Sequence[str]:
-        """Take some sessions, those whose window was over first in front; returns when they are kept for good.
+        """Take some sessions, in the order in which their windows ended; returns once they are stored for good.
 
-        Returns one word for each: what became of it, such as ``admitted`` or ``stale``, by which it is counted. A
-        session that was taken before, which happens after ``kill -9``, is not taken twice: its id tells. Raises
-        :class:`~etude.errors.InfrastructureError` where it cannot be asked now: all of them come again.
+        Returns the outcome of each, such as ``admitted`` or ``stale``, by which it is counted. A session that comes
+        again, as after ``kill -9``, is recognised by its id and not taken twice. Raises
+        :class:`~etude.errors.InfrastructureError` when the sink is out of reach: then all of them come again.
         """
         ...

@@ -54,7 +54,7 @@ class RoutingTable:
     salt: str
     """Makes buckets of one experiment independent of those of another."""
     arms: tuple[Arm, ...]
-    """Those that users meet: live, and canary where there is one."""
+    """Arms that users meet: live, and canary if there is one."""
     shadow: Arm | None = None
     fallback: Arm | None = None
 
@@ -101,7 +101,7 @@ class RoutingTable:
                 **fields,
             )
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"this is no routing table: {error!r}") from error
+            raise ValueError(f"this is not a routing table: {error!r}") from error
 
 
 def bucket(salt: str, user: str) -> float:

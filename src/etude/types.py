@@ -102,12 +102,12 @@ class TestChecks:
     about: int
     """Number of ``must_pass`` that fail in the world that the agent was given."""
     artefacts: tuple[str, ...]
-    """Files and folders, relative to the working folder, that are carried over from the agent's world."""
+    """Files and folders, relative to the working folder, that are carried over from the agent's sandbox."""
     command: tuple[str, ...] = ("python3", "-m", "pytest")
     """Command that runs the tests; node ids and options are added."""
     probes: tuple[Probe, ...] = ()
     visible: tuple[str, ...] = ()
-    """Node ids or files in the agent's world that its own ``test`` runs; none: all that are there."""
+    """Node ids or files in the agent's sandbox that its own ``test`` runs; none: all that are there."""
     timeout_s: float = 120.0
     """For one whole run of the tests."""
 
@@ -129,11 +129,13 @@ class ScriptChecks:
     """The verifier's files, relative to ``/tests``."""
     command: tuple[str, ...] = ("bash", "/tests/test.sh")
     artefacts: tuple[str, ...] = (".",)
-    """Files and folders, relative to the working folder, that are carried over from the agent's world."""
+    """Files and folders, relative to the working folder, that are carried over from the agent's sandbox."""
     canary: str = ""
     """File of the verifier's tests, one of which is made to fail in some runs that rewarded work is put to."""
     canary_tests: tuple[str, ...] = ()
-    """Those of them that fail without the work, of which it is one; none: all. Another, by failing, would tell."""
+    """Tests of the canary file that fail without the work, of which it is one; none: all. Another, by failing, would
+    give it away.
+    """
     rewards: tuple[float, ...] = (0.0, 1.0)
     """All that a verifier with a canary pays. Anything else is no verdict, so a failed test costs a whole step."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -369,7 +371,7 @@ class PayloadRef:
 
     def __post_init__(self) -> None:
         if len(self.digest) != SHA256_HEX or not set(self.digest) <= set("0123456789abcdef"):
-            raise ValueError(f"payload digest {self.digest!r} is no SHA-256 in hex")
+            raise ValueError(f"payload digest {self.digest!r} is not a SHA-256 in hex")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -639,7 +641,7 @@ class Group:
     epoch: int = 1
     """Time, from 1, that the task is admitted for training in this run."""
     lost: int = 0
-    """Slots given up to infrastructure: so many rollouts more were planned."""
+    """Slots given up to infrastructure: rollouts that were planned and are missing."""
     weight: float = 1.0
     """Importance weight of the task: how likely it is to be drawn if all tasks are, over how likely it was."""
 
@@ -698,7 +700,7 @@ class Batch:
     step: int
     """The step this batch belongs to; it turns weight version ``step - 1`` into ``step``."""
     trajectories: tuple[Trajectory, ...]
-    """Those with a signal: groups whose rewards are all equal have none and are left out."""
+    """The trajectories with a signal: groups whose rewards are all equal are left out."""
     num_loss_tokens: int
     num_lost_tokens: float
     """Token count that stands for lost rollouts, each as much as those of its group that are there, and for tasks that
@@ -753,9 +755,9 @@ class Signal:
     user: str
     """Pseudonym."""
     sent_at: float
-    """Seconds since 1970 by the client's clock: kept, and nothing is decided by it."""
+    """Seconds since 1970 by the client's clock: recorded, but never used to decide anything."""
     received_at: float
-    """Likewise, by the server's clock."""
+    """Seconds since 1970 by the server's clock."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):

@@ -45,8 +45,8 @@ def machine(tmp_path: Path) -> Path:
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
     """All that is in a folder, and whose."""
-    matches = [folder, *sorted(folder.rglob("*"))]
-    return [(str(path), path.lstat().st_mode, path.lstat().st_uid) for path in matches]
+    paths = [folder, *sorted(folder.rglob("*"))]
+    return [(str(path), path.lstat().st_mode, path.lstat().st_uid) for path in paths]
 
 
 def play(scratch: Path, scenario: Callable[[OciSandboxes, Sandbox], Awaitable[T]]) -> T:

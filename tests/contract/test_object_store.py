@@ -250,7 +250,7 @@ def test_nothing_but_files_is_opened_in_a_folder(tmp_path: Path, made: Callable[
         lambda: store.exists("k"),
     ]
     for look in looks:
-        with pytest.raises(DamagedError, match=r"'k' .* is no file but a pipe, a socket or a device"):
+        with pytest.raises(DamagedError, match=r"'k' .* is not a file but a pipe, socket or device"):
             look()
 
 

@@ -95,9 +95,9 @@ def test_variables_are_the_images_the_specifications_and_the_calls(stage: Stage)
         added = await sandbox.exec(["python3", "-c", look], environment={"C": "call"}, timeout_s=TIMEOUT_S)
         return [added.stdout, await output(sandbox, look)]
 
-    matches = stage.play(ask, spec=SandboxSpec(image=image, environment={"B": "spec", "C": "spec"}))
+    printed = stage.play(ask, spec=SandboxSpec(image=image, environment={"B": "spec", "C": "spec"}))
     last = image.environment["D"]
-    assert matches == [f"{['image', 'spec', 'call', last]}\n", f"{['image', 'spec', 'spec', last]}\n"]
+    assert printed == [f"{['image', 'spec', 'call', last]}\n", f"{['image', 'spec', 'spec', last]}\n"]
 
 
 def test_commands_find_nothing_of_the_providers_variables(stage: Stage) -> None:

@@ -88,7 +88,7 @@ def test_an_api_that_refuses_every_call_ends_it_at_once(
     ("options", "message"),
     [
         ((), "give --url and --model of an API, or --run"),
-        (("--url", "x", "--model", "m"), "--url 'x' is no URL"),
+        (("--url", "x", "--model", "m"), "--url 'x' is not a URL"),
         (("--url", "http://x", "--model", "m", "--key-env", "NO_SUCH"), "--key-env NO_SUCH: the variable is not set"),
         (("--url", "http://x", "--model", "m", "--extra", "[1]"), "--extra '[1]': expected an object"),
         (("--url", "http://x", "--model", "m", "--passes", "0"), "--passes 0: expected 1 or more"),

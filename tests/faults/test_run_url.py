@@ -190,8 +190,8 @@ def test_what_cannot_be_at_a_url_is_refused_before_anything_is_made(
     recipe.write_text("name = 'x'\n")
     for arguments, words in (
         (("--at", URL), "ledger.url is empty"),
-        (("--at", "s3://bucket"), "'s3://bucket' is no URL of a run"),
-        (("--at", "ftp://x/y"), "'ftp://x/y' is no URL of a run"),
+        (("--at", "s3://bucket"), "'s3://bucket' is not a URL of a run"),
+        (("--at", "ftp://x/y"), "'ftp://x/y' is not a URL of a run"),
         (("--at", URL, "--out", str(tmp_path / "out")), "would have no effect with --at"),
         (("--at", "s3://nowhere/runs/x", "--ledger", "postgresql:///app"), "object store s3://nowhere/runs/x/files"),
     ):

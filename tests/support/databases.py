@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from etude.rewards.graders.postgres_client import QueryStep, answer
-from etude.rewards.graders.queries import MigrationResult, check_ours, is_right, judge, migration_steps, unseen_step
+from etude.rewards.graders.queries import MigrationResult, check_ours, is_right, judge, migration_steps, steps_before
 from etude.types import QueryChecks
 
 UNPRIVILEGED = 65534
@@ -114,7 +114,7 @@ def verdict(server: Path, setup: str, checks: QueryChecks, migration: str, *, pa
     ask(server, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public AUTHORIZATION pg_database_owner")
     ask(server, setup, user="app")
     asker = f"asker_{secrets.token_hex(4)}"
-    check_ours([answer(str(server), unseen_step(checks))])
+    check_ours([answer(str(server), step) for step in steps_before(checks)])
     answers: list[dict[str, Any]] = []
     request = checks.queries
     for step in migration_steps(checks, migration, asker):

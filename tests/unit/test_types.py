@@ -177,7 +177,7 @@ def test_a_turn_holds_its_payload_or_refers_to_it() -> None:
     assert turn(payload=ref).payload == ref
     with pytest.raises(ValueError, match=r"refers to payload abab.* and holds"):
         turn(payload=ref, sampling_mask=mask_of([3], [], []))
-    with pytest.raises(ValueError, match=r"'\.\./etc' is no SHA-256"):
+    with pytest.raises(ValueError, match=r"'\.\./etc' is not a SHA-256"):
         PayloadRef(digest="../etc", size_bytes=9)
 
 

@@ -48,7 +48,7 @@ class EvaluationResult:
     figures: Mapping[str, Json]
     """Rates with their errors, and means: what ``etude eval --json`` prints."""
     tries: Records[TryRecord]
-    """Those that succeeded; infrastructure may have kept some from being made."""
+    """The tries that succeeded; infrastructure may have prevented some."""
 
 
 def evaluate(

@@ -70,4 +70,4 @@ def as_recipe(recipe: Recipe | Path | str) -> Recipe:
         return recipe
     if isinstance(recipe, Path | str):
         return Recipe.load(recipe)
-    raise ConfigError(f"{recipe!r} is no recipe: give etude.Recipe, or the path of a TOML file")
+    raise ConfigError(f"{recipe!r} is not a recipe: give etude.Recipe, or the path of a TOML file")

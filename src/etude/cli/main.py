@@ -147,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception, arguments: Sequence[str]) -> int | None:
     """Print the error that ended a command and return its exit status; ``None`` for a bug, which gets a traceback."""
+    from etude.dashboard.formatting import visible  # here: it takes a while, and most commands end well
+
     number = storage_errno(error)
     if number in FULL:
         named = [*(place for place in arguments if Path(place).exists()), getattr(error, "filename", None)]
@@ -154,14 +156,14 @@ def _report(error: Exception, arguments: Sequence[str]) -> int | None:
         _print_if_there_is_room(f"etude: {error}; {folder} has {free_bytes:,} bytes free: {FIXES[number]}")
         return ExitCode.DISK_FULL
     if isinstance(error, EtudeError):
-        print(f"etude: {error}", file=sys.stderr)
+        print(f"etude: {visible(str(error))}", file=sys.stderr)
         return ExitCode.FAILED if isinstance(error, InfrastructureError) else ExitCode.USER_ERROR
     if isinstance(error, typer.TyperException):
         if message := error.format_message():  # empty where help was printed instead
-            print(f"etude: {message}", file=sys.stderr)
+            print(f"etude: {visible(message)}", file=sys.stderr)
         return ExitCode.USER_ERROR
     if isinstance(error, OSError) and number is not None:
-        print(f"etude: {error}; {FIXES[number]}", file=sys.stderr)
+        print(f"etude: {visible(str(error))}; {FIXES[number]}", file=sys.stderr)
         return ExitCode.FAILED
     return None
 

@@ -21,7 +21,7 @@ Overrides: TypeAlias = Annotated[
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-All: TypeAlias = Annotated[bool, typer.Option("--all", help="Name what is sound, too, a line each.")]
+All: TypeAlias = Annotated[bool, typer.Option("--all", help="List what is sound as well, a line each.")]
 Split: TypeAlias = Annotated[Literal["train", "heldout"], typer.Option(help="The side of the hold-out.")]
 
 

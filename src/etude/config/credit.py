@@ -1,4 +1,4 @@
-"""``[credit]``: which of its turns a rollout's reward is credited to."""
+"""``[credit]``: credit assignment, the turns to which a rollout's reward is credited."""
 
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -34,9 +34,9 @@ class SharedPrefixOptions(Section):
     branches: int = Field(ge=2)
     """Rollouts of a group that begin as one (B): they share a sandbox and a conversation until they branch."""
     branch_at: BranchAt = "random"
-    """When they do. What never comes to that stays one rollout, and counts as B."""
+    """The point at which they branch. A rollout that never gets there stays one, and counts as B."""
     branch_within: int = Field(default=4, ge=1)
-    """``random``: the last call to the sandbox behind which they may."""
+    """``random``: the last call to the sandbox after which they may branch."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
@@ -53,12 +53,12 @@ CREDIT_OPTIONS = OptionsOf(
 
 
 class CreditConfig(Section):
-    """``[credit]``: how a rollout's reward is shared out over its turns. A turn is one model call."""
+    """``[credit]``: the shares of a rollout's reward that its turns get. A turn is one model call."""
 
     kind: CreditKind = "rollout"
     """All turns alike; the later the more; with rewards of single turns; or by comparing how one prefix went on."""
     summaries: Literal["train", "mask"] = "train"
-    """True if turns that summarise the context are trained on, or only read."""
+    """Turns that summarise the context: trained on, or only read."""
     options: Annotated[SerializeAsAny[Section], PlainValidator(CREDIT_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )

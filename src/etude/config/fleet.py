@@ -162,7 +162,7 @@ class RegionConfig(Section):
     """Gateways that hand calls to the region's engines."""
     engines: int = Field(default=0, ge=0)
     lent_engines: int = Field(default=0, ge=0)
-    """Those of the engines that are on machines that production takes back when it needs them."""
+    """Engines on machines that production may take back when it needs them."""
     lending: LendingConfig = LendingConfig()
     """When those run."""
     scaling: ScalingConfig = ScalingConfig()
@@ -252,9 +252,9 @@ class FleetConfig(Section):
     def _sound(self) -> Self:
         names = [region.name for region in self.regions]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"regions: the name {twice[0]!r} is there twice: each region has one of its own")
+            raise ValueError(f"regions: the name {twice[0]!r} is used twice: each region needs its own")
         if self.home not in names:
-            raise ValueError(f"home = {self.home!r} is no region: expected one of {', '.join(map(repr, names))}")
+            raise ValueError(f"home = {self.home!r} is not a region: expected one of {', '.join(map(repr, names))}")
         if not self.home_region.gateways:
             raise ValueError(f"regions: {self.home} is home and has no gateway: set gateways = 1 or more")
         if not any(region.engines for region in self.regions):

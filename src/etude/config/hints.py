@@ -1,4 +1,4 @@
-"""``[hints]``: which turns the model is told about, and how much it learns from that."""
+"""``[hints]``: hints for single turns, and the weight of learning from them."""
 
 import re
 from typing import Literal, Self
@@ -16,11 +16,11 @@ class HintRule(Section):
     where: Literal["said", "answered"]
     """Text that shows the mistake: the turn's own, or what came back."""
     pattern: str = Field(min_length=1)
-    """A regular expression that is looked for in there; ``^`` and ``$`` are the ends of a line, ``\\A`` and ``\\Z``
-    those of the text.
+    r"""A regular expression to search there; ``^`` and ``$`` are the ends of a line, ``\A`` and ``\Z`` those of the
+    text.
     """
     text: str = Field(min_length=1)
-    """The hint: what would have been worth knowing before the turn, not what was wrong with it."""
+    """The hint: what the model should have known before the turn, not what was wrong with it."""
 
     @field_validator("pattern")
     @classmethod
@@ -28,7 +28,7 @@ class HintRule(Section):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"hints.rules: {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"hints.rules: {pattern!r} is not a regular expression: {error}") from error
         return pattern
 
 
@@ -39,23 +39,23 @@ class HintsConfig(Section):
     """
 
     weight: float = Field(default=0.0, ge=0)
-    """γ: what a nat of divergence on a hinted token counts, in units of advantage where every group has a signal; 0:
-    nobody looks for hints.
+    """γ: weight of a nat of divergence on a hinted token, in units of advantage where every group has a signal; 0:
+    hints are off.
     """
     estimator: Literal["full", "sampled"] = "full"
     """Over the whole vocabulary at every token, or from the sampled tokens alone."""
     contexts: Literal["shared", "all"] = "shared"
-    """At which tokens of a turn the two are compared: at each as far as the hinted policy would have come there, too,
-    or at all alike, though what it says behind words that it would never have said is worth little.
+    """Tokens of a turn at which the two are compared: each as far as the hinted policy would have got there, too; or
+    all alike, although what it says after words that it would never have said is worth little.
     """
     cap: float = Field(default=2.0, gt=0)
     """Importance weight at which a token is truncated (``sampled``)."""
     max_per_rollout: int = Field(default=1, ge=1)
-    """Turns of a rollout that are hinted at, the earliest ones; each costs two forward passes and a backward one."""
+    """Most hinted turns of a rollout, the earliest ones; each costs two forward passes and a backward one."""
     tools: bool = True
-    """True if answers of the built-in tools to calls that went wrong are followed by hints."""
+    """Give hints for calls of the built-in tools that went wrong."""
     judge: bool = False
-    """True if the judge is asked for hints where rules leave room for some."""
+    """Ask the judge for further hints if the rules leave room for some."""
     rules: tuple[HintRule, ...] = ()
     """More rules, which are looked at before the built-in ones."""
 

@@ -17,25 +17,25 @@ class ImitationConfig(Section):
     """The keys that mid-training and SFT have in common: next-token prediction over documents."""
 
     batch_tokens: int = Field(default=2_000, ge=256)
-    """Tokens of one optimiser step, at most; a document that is longer is a step of its own."""
+    """Most tokens of one optimiser step; a longer document is a step of its own."""
     first_batch_tokens: int = Field(default=0, ge=0)
-    """Tokens of the first step, from where they grow to ``batch_tokens``; 0: they do not grow."""
+    """Tokens of the first step, from which they grow to ``batch_tokens``; 0: they do not grow."""
     ramp_share: float = Field(default=0.0, ge=0, le=1)
-    """First share of the phase's tokens, over which they grow linearly."""
+    """Initial share of the phase's tokens over which they grow linearly."""
     learning_rate: float = Field(default=4e-3, gt=0)
     """Peak of the schedule."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"
-    """Course of the rate after the warm-up: a plateau and a linear decay, half a cosine, or a plateau. What decays ends
-    at 5 %.
+    """Learning-rate schedule after the warm-up: a plateau and a linear decay, half a cosine, or a plateau. A rate that
+    decays ends at 5 %.
     """
     warmup_steps: int = Field(default=40, ge=1)
     """Linear warm-up from 0."""
     decay_share: float = Field(default=0.4, ge=0, le=1)
-    """Last share of the steps, over which the rate of ``wsd`` falls."""
+    """Final share of the steps over which the rate of ``wsd`` falls."""
     context_weight: float = Field(default=0.3, ge=0, le=1)
     """Loss weight of the tokens in a conversation that the agent did not write."""
     checkpoint_steps: int = Field(default=200, ge=1)
-    """Steps between checkpoints: what a killed phase has to do again, at most."""
+    """Steps between checkpoints: the most that a killed phase has to repeat."""
     threads: int = Field(default=2, ge=1)
     """CPU threads of each rank; the machine is otherwise idle in these phases."""
 
@@ -58,13 +58,13 @@ class ImitationConfig(Section):
 
 
 class MidtrainConfig(ImitationConfig):
-    """``[midtrain]``: from random weights, or a checkpoint's, to the base policy of RL."""
+    """``[midtrain]``: mid-training, from random weights or a checkpoint to the base policy of RL."""
 
     tokens: int = Field(default=2_200_000, ge=0)
     """Training tokens; 0 takes the model as it is."""
     mixture: dict[str, float | tuple[float, float]] = Field(default={"stdlib": 0.06, "code": 0.34, "sessions": 0.6})
-    """Source → its share of the tokens, or its first and its last one, between which it changes linearly. Sources are
-    ``stdlib``, the Python standard library; ``code``, right code of the family; ``sessions``, of an imperfect agent on
+    """Source → its share of the tokens, or its first and last share, between which it changes linearly. Sources are
+    ``stdlib``, the Python standard library; ``code``, right code of the family; ``sessions`` of an imperfect agent on
     its tasks; ``text:PATH`` and ``chat:PATH``.
     """
 
@@ -94,16 +94,16 @@ SHARE_TOLERANCE = 1e-6
 
 
 class SftConfig(ImitationConfig):
-    """``[sft]``: conversations to imitate before reinforcement learning."""
+    """``[sft]``: supervised fine-tuning on conversations, before RL."""
 
     file: str = ""
-    """JSON lines of ``{"messages": […], "tools": […]}`` as OpenAI spells them; empty: there is no such phase."""
+    """JSON lines of ``{"messages": […], "tools": […]}`` in OpenAI's format; empty: no such phase."""
     epochs: int = Field(default=2, ge=1)
     """Passes over all conversations."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak of the schedule."""
     context_weight: float = Field(default=0.0, ge=0, le=1)
-    """Loss weight of tokens that the agent did not write: by default it learns from its own alone."""
+    """Loss weight of tokens that the agent did not write; by default it learns from its own tokens alone."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:

@@ -1,4 +1,4 @@
-"""``[engine]``, ``[numerics]``, ``[gateway]``: how the model is sampled from, and in which numbers."""
+"""``[engine]``, ``[numerics]``, ``[gateway]``: sampling from the model, and its arithmetic."""
 
 import re
 from collections.abc import Mapping
@@ -19,24 +19,24 @@ class NativeOptions(Section):
     """Our own engine."""
 
     max_waiting: int = Field(default=4096, ge=1)
-    """Calls in line before callers are told to come back later."""
+    """Queued calls above which callers are told to come back later."""
     step_tokens: int = Field(default=2048, ge=16)
     """Tokens computed in one step: one for every sequence that decodes, the rest for reading prompts."""
     cache_tokens: int = Field(default=0, ge=0)
-    """Positions of the key/value cache, which is all the memory that calls take; 0 holds ``max_running`` sequences of
-    ``max_length``. With less, the least urgent calls give way and are read again.
+    """Positions of the key/value cache, which is all the memory that calls take; 0: enough for ``max_running``
+    sequences of ``max_length``. With less, the least urgent calls are preempted and read again.
     """
     swap: Swap = "keep"
-    """Effect of new weights on turns in progress: they go on with the keys they have, are read again under the new
-    weights, or are waited for.
+    """Effect of new weights on turns in progress: they keep their keys, are read again under the new weights, or are
+    finished first.
     """
     draft_tokens: int = Field(default=0, ge=0, le=16)
-    """Tokens that a draft head guesses ahead of each sequence, to be verified together in the next step; what is
-    sampled stays the same. The head is the checkpoint's, or a new one (``loss.draft_learning_rate``); 0: none.
+    """Tokens that a draft head guesses ahead of each sequence, verified together in the next step; what is sampled
+    stays the same. The head is the checkpoint's, or a new one (``loss.draft_learning_rate``); 0: none.
     """
     spare_weights: bool = True
-    """Hold the weights twice, so that an update pauses sampling for the exchange of two references only; without, it
-    pauses for writing what changed.
+    """Hold the weights twice, so that an update only pauses sampling to exchange two references; otherwise it pauses to
+    write what changed.
     """
     threads: int = Field(default=1, ge=1)
     """CPU threads."""
@@ -68,7 +68,7 @@ def check_arguments(arguments: dict[str, "Argument"]) -> dict[str, "Argument"]:
     for name in arguments:
         if not ARGUMENT.fullmatch(name):
             raise ValueError(
-                f"{name!r} is no argument of a server: write it as on its command line, without `--`, such as "
+                f"{name!r} is not an argument of a server: write it as on its command line, without `--`, such as "
                 "`tensor-parallel-size = 2`"
             )
         if name in OURS:
@@ -87,7 +87,7 @@ class VllmOptions(Section):
     python: str = ""
     """The interpreter of its environment; empty looks at ``ETUDE_VLLM_PYTHON``, then in ``.venv-vllm``."""
     swap: Swap = "keep"
-    """Effect of new weights on turns in progress, as of the native engine."""
+    """Effect of new weights on turns in progress, as for the native engine."""
     arguments: Arguments = Field(default={})
     """Further arguments of its command line, without ``--``: ``tensor-parallel-size = 2``, ``gpu-memory-utilization =
     0.6``; true for a flag; a table for what it takes as JSON, ``speculative-config = { method = "ngram",
@@ -125,7 +125,7 @@ class EngineConfig(Section):
     """``[engine]``: inference."""
 
     kind: Annotated[str, AfterValidator(ENGINES)] = "native"
-    """Our own engine, or a vLLM or SGLang server in a Python environment of its own. Or an engine of yours
+    """étude's own engine, a vLLM or SGLang server in a Python environment of its own, or an engine of yours
     (``docs/extending.md``).
     """
     max_running: int = Field(default=96, ge=1)
@@ -135,8 +135,8 @@ class EngineConfig(Section):
     device: Literal["cpu", "cuda", "auto"] = "auto"
     """``auto``: a GPU where torch finds one."""
     host: str = "127.0.0.1"
-    """Address to listen on, for gateways elsewhere; another one than loopback gets a listener of its own. Callers need
-    the run's engine key (``etude keys derive RUN engine``) in any case.
+    """Address to listen on, for gateways elsewhere; one other than loopback gets a listener of its own. Callers always
+    need the run's engine key (``etude keys derive RUN engine``).
     """
     tls_cert: str = ""
     """PEM file with the certificate chain of that listener; empty serves plain HTTP, which is for trusted networks."""
@@ -164,7 +164,9 @@ class EngineConfig(Section):
 
     @property
     def draft_tokens(self) -> int:
-        """Tokens that a draft head guesses ahead; 0 of an engine that has none."""
+        """Tokens that a draft head guesses ahead of each sequence, verified together in the next step; what is sampled
+        stays the same. The head is the checkpoint's, or a new one (``loss.draft_learning_rate``); 0: none.
+        """
         return self.options.draft_tokens if isinstance(self.options, NativeOptions) else 0
 
     @property
@@ -192,12 +194,12 @@ class EngineConfig(Section):
 
 
 class NumericsConfig(Section):
-    """``[numerics]``: the numbers that engine and trainer compute with; one section, because both must obey it."""
+    """``[numerics]``: arithmetic of engine and trainer, in one section because both must follow it."""
 
     arithmetic: Literal["auto", "invariant", "fast"] = "auto"
-    """``invariant``: every sum in one written order, so that engine and trainer agree to the last bit (CPU). ``fast``:
-    torch's own kernels, on any device. ``auto``: invariant on a CPU, where it is also the faster one, else fast; also
-    fast where several processes train (``[parallel]``).
+    """``invariant``: every sum in one fixed order, so that engine and trainer agree to the last bit (CPU). ``fast``:
+    torch's own kernels, on any device. ``auto``: invariant on a CPU, where it is also faster, else fast; also fast if
+    several processes train (``[parallel]``).
     """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of published weights and of the key/value cache; the trainer's own copy stays float32. ``auto``: bfloat16
@@ -206,19 +208,17 @@ class NumericsConfig(Section):
     experts: Literal["plain", "fp8", "mxfp8", "nvfp4"] = "plain"
     """Format of expert matrices in every forward pass and in what is published; ``plain`` is ``dtype``."""
     replay: Literal["auto", "off", "completion", "full"] = "auto"
-    """True if the trainer sends tokens to the experts that the engine used: for none, for sampled tokens, or for all.
-    ``auto``: ``completion`` in fast arithmetic, ``off`` in invariant arithmetic, which has nothing to repair.
+    """Tokens that the trainer sends to the experts that the engine used: none, sampled ones, or all. ``auto``:
+    ``completion`` in fast arithmetic, ``off`` in invariant arithmetic, which has nothing to repair.
     """
     replay_floor: float = Field(default=0.5, ge=0, le=1)
-    """A replayed expert that the live router scores below this share of its own k-th best is replaced by the router's
-    best that is not in use; 0 replays whatever comes.
+    """A replayed expert that the trainer's router scores below this share of its own k-th best is replaced by the
+    router's best unused one; 0 replays all.
     """
     warn_k3: float = Field(default=1e-3, gt=0)
     """Mismatch above which a step warns."""
     stop_k3: float = Field(default=1e-2, gt=0)
-    """Mismatch above which the run stops rather than train on other numbers than were sampled (a collapse was reported
-    at 0.013 in practice).
-    """
+    """Mismatch above which the run stops (a collapse was reported at 0.013 in practice)."""
 
     @property
     def stored_dtype(self) -> Literal["float32", "bfloat16"]:
@@ -236,31 +236,33 @@ class GatewayConfig(Section):
     """``[gateway]``: the HTTP API between harnesses and engines."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. In a run, another one than loopback gets a listener of its own: the run's own processes
-    talk over loopback in any case.
+    """Address to listen on. In a run, one other than loopback gets a listener of its own: the run's own processes
+    always talk over loopback.
     """
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free port. With ``replicas``, that of the first; each further one has the next number."""
     replicas: int = Field(default=1, ge=1, le=64)
-    """Gateways that ``etude run`` starts on this machine: sessions are spread over them, and each knows all engines."""
+    """Gateways that ``etude run`` starts on this machine; sessions are spread over them, and each knows all engines."""
     tls_cert: str = ""
     """PEM file with the certificate chain; empty serves plain HTTP, which is for loopback and trusted networks."""
     tls_key: str = ""
     """PEM file with its private key."""
     engine_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds that a call waits for engines that are down before it fails as infrastructure."""
+    """Seconds that a call waits for unavailable engines before it fails as infrastructure."""
     max_session_tokens: int = Field(default=2**24, ge=1)
-    """Tokens that one session holds, each branch of its conversation counted once: calls beyond are refused, which ends
-    the rollout. At most 6 bytes each and what their text takes; sampled ones take 12 more.
+    """Tokens that one session may hold, each branch of its conversation counted once; further calls are refused, which
+    ends the rollout. A token takes at most 6 bytes and its text, a sampled one 12 more.
     """
     chat_template_kwargs: dict[str, str | bool | int | float] = Field(default={})
-    """Variables of the model's chat template that hold unless a call sets them, e.g. ``enable_thinking = false``; the
-    phases before RL render with them, too. Which ones there are is the template's to say: others are refused.
+    """Variables of the model's chat template that apply unless a call sets them, e.g. ``enable_thinking = false``; the
+    phases before RL use them, too. The template defines which there are; others are refused.
     """
     keys: str = ""
-    """File with the keys of people and products (``etude keys``); empty knows the admin key and rollouts' only."""
+    """File with the keys of people and products (``etude keys``); empty: only the admin key and those of rollouts are
+    valid.
+    """
     access_log: bool = False
-    """True if each call leaves a line of JSON; never what was said."""
+    """Log each call as a line of JSON, never its content."""
     summary_mark: str = ""
     """A call whose last message is the user's and contains this text is recorded as one for a summary: for harnesses
     that compact their own history and cannot send ``X-Etude-Turn``.

@@ -13,37 +13,37 @@ KEY_VARIABLE = "ETUDE_JUDGE_KEY"
 
 
 class JudgeOptions(Section):
-    """Programs instead of a model, asked as one would be."""
+    """Programs instead of a model, called over the same API."""
 
     votes: int = Field(default=1, ge=1, le=15)
     """Calls per aspect; every other one sees the scale from best to worst."""
     temperature: float = Field(default=0.0, ge=0, le=2)
-    """Temperature of the judge's sampling. Several votes need some, or they are one."""
+    """Sampling temperature of the judge. Several votes need one above 0, or they are all alike."""
     max_tokens: int = Field(default=256, ge=16)
     """Tokens of one reply, thoughts included."""
     text_characters: int = Field(default=20_000, ge=200, le=2_000_000)
-    """Most that is shown of the task and of the work, each: beginning and end, and a note of what is missing."""
+    """Most characters shown of the task and of the work, each: beginning and end, with a note of what is left out."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one judgement: all votes, pauses, second tries, and waiting until ``concurrency`` and the budget have
-    room. A scoring is as many of these as it has aspects, and of hints one for each try.
+    room. Scoring a rollout takes as many judgements as it has aspects, and one for each request for hints.
     """
     concurrency: int = Field(default=16, ge=1)
-    """Calls under way."""
+    """Concurrent calls."""
     calls_per_rollout: int = Field(default=100, ge=1)
     """Most calls about one rollout, for its reward; as many again for its hints."""
     tokens_per_rollout: int = Field(default=1_000_000, ge=1)
-    """Most tokens of them, read and written. Must hold one judgement on every aspect of texts of full length."""
+    """Most tokens of these calls, read and written. Must hold one judgement on every aspect of texts of full length."""
     calls_per_run: int = Field(default=1_000_000, ge=1)
     """Most calls of a run, restarts included."""
     tokens_per_run: int = Field(default=1_000_000_000, ge=1)
-    """Most tokens of them."""
+    """Most tokens of these calls."""
     prices: tuple[float, float] = (0.0, 0.0)
     """Prices of a million tokens, read and written, in any currency."""
     cost_per_run: float = Field(default=0.0, ge=0)
-    """Most that a run may cost at these prices; 0: what its tokens cost."""
+    """Most that a run may cost at these prices; 0: no limit."""
     on_alarm: Literal["warn", "hold"] = "warn"
-    """Reaction when the endpoint's model changes, or agrees less: a warning, or no judgement until a person removes
-    ``judge-held.txt`` from the run folder.
+    """Reaction when the endpoint's model changes, or agrees less with people: a warning, or no judging until a person
+    removes ``judge-held.txt`` from the run folder.
     """
 
     @model_validator(mode="after")
@@ -67,11 +67,11 @@ class ModelJudgeOptions(JudgeOptions):
     """A model behind an OpenAI-compatible API."""
 
     url: str
-    """URL of the API, up to and with ``/v1``."""
+    """URL of the API, including ``/v1``."""
     model: str = Field(min_length=1)
-    """The model's name there."""
+    """Name of the model at that endpoint."""
     structured: bool = False
-    """True if the endpoint holds replies to a JSON schema (``response_format``). Replies are checked either way."""
+    """True if the endpoint enforces a JSON schema on replies (``response_format``). Replies are checked in any case."""
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
@@ -86,24 +86,24 @@ JUDGE_OPTIONS = OptionsOf("judge", "kind", {"model": ModelJudgeOptions, "rules":
 
 
 class JudgeConfig(Section):
-    """``[judge]``: who judges, of what, and how far it is trusted. Aspects become parts of ``[reward]``."""
+    """``[judge]``: the judge of the rollouts' aspects, and the trust in it. Aspects become parts of ``[reward]``."""
 
     kind: Literal["none", "model", "rules"] = "none"
-    """Nobody; a model behind an API; or programs that some families bring along, served on this machine over the same
-    API.
+    """No judge; a model behind an API; or rules: programs that some families bring along, served on this machine over
+    the same API.
     """
     options: Annotated[SerializeAsAny[Section], PlainValidator(JUDGE_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
-    """``[judge.options]``: how it is asked, and for how much."""
+    """``[judge.options]``: calls of the judge and their limits."""
     rubrics: dict[str, str] = Field(default={})
     """Aspect → rubric as TOML; ``"@NAME"`` stands for the text of a file beside the recipe."""
     calibrations: dict[str, str] = Field(default={})
-    """Aspect → what ``etude judge calibrate`` found, ``"@NAME"`` likewise."""
+    """Aspect → the report of ``etude judge calibrate``, ``"@NAME"`` likewise."""
     min_agreement: float = Field(default=0.4, ge=-1, le=1)
     """Least weighted kappa with people's labels, at the lower end of its 95 % interval: 0.4 is called moderate."""
     allow_uncalibrated: bool = False
-    """Train on the word of a judge whose agreement with people is not known."""
+    """Train with a judge whose agreement with people has not been measured."""
 
     @property
     def required_options(self) -> JudgeOptions:

@@ -1,4 +1,4 @@
-"""``[live]``: training on what users did with sessions, one rollout a prompt."""
+"""``[live]``: training on users' sessions and their signals, one rollout per prompt."""
 
 from typing import Annotated, Self
 
@@ -19,20 +19,20 @@ LIVE_BASELINES = Registry(
 
 
 class LiveConfig(Section):
-    """``[live]``: training on what users did with sessions, one rollout a prompt."""
+    """``[live]``: training on users' sessions and their signals, one rollout per prompt."""
 
     groups_per_step: int = Field(default=0, ge=0)
     """Live sessions per optimiser step (P_LIVE), each a group of one; 0: the run learns from none."""
     simulated_groups_per_step: int = Field(default=0, ge=0)
-    """Groups of simulated rollouts beside them (P_TRAIN), of ``rollouts.group_size`` each; 0: live sessions alone."""
+    """Groups of simulated rollouts beside them (P_TRAIN), of ``rollouts.group_size`` each; 0: only live sessions."""
     after_steps: int = Field(default=0, ge=0)
-    """Steps before users are served, of ``rollouts.groups_per_step`` simulated groups alone."""
+    """Steps before users are served, with only simulated groups (``rollouts.groups_per_step``)."""
     baseline: Annotated[str, AfterValidator(LIVE_BASELINES)] = "control_variate"
-    """Baseline of a session's reward (``docs/live.md``): nothing, the mean of its template or of its user's
-    day, sessions like it, a model of its value, or the others' mean corrected by that model. Or a function of your own.
+    """Baseline of a session's reward (``docs/live.md``): nothing; the mean of its template; of its user's day; similar
+    sessions; a value model; or the others' mean corrected by that model. Or a function of your own.
     """
     history: int = Field(default=2048, ge=0)
-    """Sessions of earlier steps, the newest, that a baseline may learn from."""
+    """Newest sessions of earlier steps that a baseline may learn from."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:

@@ -1,4 +1,4 @@
-"""``[log]`` and ``[[alerts]]``: who is told of a run beside its folder, and of what at once."""
+"""``[log]`` and ``[[alerts]]``: trackers of a run, and alerts."""
 
 import operator
 import re
@@ -36,7 +36,7 @@ class WandbOptions(Section):
     entity: str = ""
     """The team or user; empty: your default one."""
     folder: str = ""
-    """Folder in which its own files lie; empty: the run folder."""
+    """Folder for its own files; empty: the run folder."""
 
 
 class TrackioOptions(Section):
@@ -52,9 +52,9 @@ class MlflowOptions(Section):
     """MLflow. Passwords are in its own variables (``MLFLOW_TRACKING_USERNAME``, …), never in here."""
 
     url: str = ""
-    """``http://HOST:PORT``, ``sqlite:///FILE`` or a folder; empty: what ``MLFLOW_TRACKING_URI`` says."""
+    """``http://HOST:PORT``, ``sqlite:///FILE`` or a folder; empty: ``MLFLOW_TRACKING_URI``."""
     experiment: str = Field(default="etude", min_length=1)
-    """The experiment, which is made where it is missing."""
+    """The experiment; it is created if missing."""
 
 
 class TensorboardOptions(Section):
@@ -68,25 +68,25 @@ class PrometheusOptions(Section):
     """One HTTP endpoint with the newest figures of all processes of the run, in Prometheus' text format."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """The address it listens at."""
+    """Address to listen on."""
     port: int = Field(default=9105, ge=0, le=65535)
-    """The port; 0: any, which its log says."""
+    """The port; 0: any free one, named in its log."""
 
 
 class OtlpOptions(Section):
     """Traces over OTLP/HTTP. Headers with keys are in ``OTEL_EXPORTER_OTLP_HEADERS``, never in here."""
 
     url: str = ""
-    """``http://HOST:4318``; empty: what ``OTEL_EXPORTER_OTLP_ENDPOINT`` says, or this machine."""
+    """``http://HOST:4318``; empty: ``OTEL_EXPORTER_OTLP_ENDPOINT``, or this machine."""
     share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the rollouts that are traced; which ones their ids decide."""
+    """Share of the rollouts that are traced, chosen by their ids."""
 
 
 class JsonlOptions(Section):
     """Files of JSON lines in a folder, one for each run: every event."""
 
     folder: str = Field(min_length=1)
-    """The folder, which is made where it is missing."""
+    """The folder; it is created if missing."""
 
 
 SINK_OPTIONS = OptionsOf(
@@ -106,7 +106,7 @@ SINK_OPTIONS = OptionsOf(
 
 
 class SinkConfig(Section):
-    """``[[log.to]]``: one of them. One that fails or is slow is told of, and never holds the run up."""
+    """``[[log.to]]``: one tracker. If it fails or is slow, that is reported and never delays the run."""
 
     kind: Annotated[str, AfterValidator(SINKS)]
     """A tracker, an exporter, or a sink of your own (``docs/trackers.md``)."""
@@ -124,16 +124,16 @@ def spell_out(to: object) -> object:
 
 
 class LogConfig(Section):
-    """``[log]``: who is told of the run beside its folder, which has all events."""
+    """``[log]``: trackers of the run, beside its folder, which has all events."""
 
     to: Annotated[tuple[SinkConfig, ...], BeforeValidator(spell_out)] = ()
     """Sinks: names, such as ``["wandb", "prometheus"]``, or tables ``[[log.to]]`` where they have options."""
     page: bool | Literal["terminal"] = "terminal"
-    """True if `etude run` serves a page of the run while it goes on (``docs/live-page.md``). ``terminal``: where
-    somebody sees the URL, since standard output is a terminal.
+    """True if ``etude run`` serves a page of the run while it goes on (``docs/live-page.md``). ``terminal``: only if
+    standard output is a terminal.
     """
     samples: int = Field(default=2, ge=0)
-    """Rollouts of every tenth step, and of each evaluation, whose text trackers get."""
+    """Rollouts of every tenth step, and of each evaluation, whose text is sent to trackers."""
 
     @property
     def has_traces(self) -> bool:
@@ -171,7 +171,7 @@ class Condition:
         form = CONDITION.fullmatch(text)
         if form is None:
             raise ValueError(
-                f"{text!r} is no condition: expected such as 'mismatch > 0.001', 'reward_mean < 0.1 for 5 steps' or "
+                f"{text!r} is not a condition: expected such as 'mismatch > 0.001', 'reward_mean < 0.1 for 5 steps' or "
                 f"'lag >= 4 for 600 s'"
             )
         lasting, unit = float(form["lasting"] or 0), form["unit"]
@@ -202,12 +202,10 @@ CONDITION = re.compile(
 
 
 class AlertConfig(Section):
-    """``[[alerts]]``: one rule. It fires when its condition has held for as long as it says, and is over when it no
-    longer does.
-    """
+    """``[[alerts]]``: one rule. It fires once its condition has held for the given time, and ends with it."""
 
     name: str = Field(min_length=1, max_length=100)
-    """Name in messages; none twice."""
+    """Unique name in messages."""
     when: str
     """The condition, such as ``"reward_mean < 0.1 for 5 steps"`` or ``"lag >= 4 for 600 s"``; without ``for`` it fires
     at once. Watched is a metric of a step, as report.json's curve names it, or ``no_signal`` (steps in a row from which
@@ -238,7 +236,7 @@ class AlertConfig(Section):
         if self.webhook and not self.webhook.startswith("$"):
             parts = urlsplit(self.webhook)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{where}: webhook is no URL: expected https://HOST/PATH, or $NAME")
+                raise ValueError(f"{where}: webhook is not a URL: expected https://HOST/PATH, or $NAME")
         return self
 
 

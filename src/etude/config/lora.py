@@ -14,19 +14,19 @@ class LoraConfig(Section):
     """``[lora]``: low-rank adapters (arXiv 2106.09685) that are trained instead of the weights, which stay frozen."""
 
     rank: int = Field(default=0, ge=0, multiple_of=8)
-    """Rank of each projection's and each expert's adapter; 0 trains the weights themselves."""
+    """Rank of the adapter of each projection and expert; 0 trains the weights themselves."""
     alpha: float = Field(default=32.0, gt=0)
     """The adapter's product is multiplied by ``alpha`` / ``rank``."""
     targets: tuple[LoraTarget, ...] = Field(default=("attention", "feed_forward", "experts"), min_length=1)
-    """Layers whose matrices get one; shared experts are of ``feed_forward``. Routers, embeddings and the output matrix
-    have none.
+    """Layers whose matrices get an adapter; shared experts belong to ``feed_forward``. Routers, embeddings and the
+    output matrix have none.
     """
     phases: tuple[LoraPhase, ...] = Field(default=("midtrain", "sft", "rl"), min_length=1)
-    """Phases that train one. What mid-training and SFT end with is merged into the model of the next phase; the weight
-    log of RL holds adapters alone.
+    """Phases that train an adapter. Those of mid-training and SFT are merged into the model of the next phase; the
+    weight log of RL holds adapters alone.
     """
     start: str = ""
-    """PEFT folder of the adapter that RL starts with; empty for one that changes nothing yet."""
+    """PEFT folder of the adapter that RL starts with; empty: one without effect."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:

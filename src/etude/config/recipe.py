@@ -7,7 +7,7 @@ A stage receives its own section, never the tree.
 """
 
 from typing import Self, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -42,16 +42,16 @@ from etude.config.training import EffortConfig, LossConfig, ModelConfig, Optimis
 
 
 class LedgerConfig(Section):
-    """``[ledger]``: where the durable state of a run lies, and how long its processes wait for it."""
+    """``[ledger]``: the database of a run's durable state, and how long its processes wait for it."""
 
     url: str = ""
-    """``postgresql://USER@HOST:PORT/DATABASE``, in which each run gets a schema of its own; empty: ``ledger.db`` in the
-    run folder. A password is never in here but in ``PGPASSWORD`` or ``~/.pgpass``.
+    """``postgresql://USER@HOST:PORT/DATABASE``, in which each run gets its own schema; empty: ``ledger.db`` in the run
+    folder. Passwords belong into ``PGPASSWORD`` or ``~/.pgpass``, never in here.
     """
     retry_timeout_s: float = Field(default=60.0, gt=0)
-    """Time for which a process retries while its database is locked, full, restarting or out of reach."""
+    """Seconds for which a process retries while its database is locked, full, restarting or unreachable."""
     lease_s: float = Field(default=20.0, gt=0)
-    """Seconds that a process must be silent before another one may take over what it holds."""
+    """Seconds of silence after which another process may take over a lease."""
 
     @model_validator(mode="after")
     def _public(self) -> Self:
@@ -60,7 +60,7 @@ class LedgerConfig(Section):
         parts = urlsplit(self.url)
         if parts.scheme not in ("postgresql", "postgres"):
             raise ValueError("ledger.url: expected postgresql://USER@HOST:PORT/DATABASE, or nothing for ledger.db")
-        if parts.password is not None or "password" in parts.query.lower():
+        if parts.password is not None or "password" in unquote(parts.query).lower():
             raise ValueError(
                 "ledger.url has a password in it, which would be written into the run folder: take it out and put it "
                 "into PGPASSWORD or ~/.pgpass"
@@ -71,24 +71,24 @@ class LedgerConfig(Section):
 
 
 class EvalConfig(Section):
-    """``[eval]``: the held-out measurements, before and after each phase and on the way."""
+    """``[eval]``: held-out evaluations, before and after each phase and during it."""
 
     enabled: bool = True
-    """True if a run measures at all; benches of throughput switch it off."""
+    """True if the run evaluates at all; throughput benches switch it off."""
     tasks: int = Field(default=256, ge=1)
-    """Held-out tasks, or all there are, templates in equal shares; each is tried once sampled at temperature 1 and once
-    greedily.
+    """Held-out tasks, or all there are, with equal shares of templates; each is tried once sampled at temperature 1 and
+    once greedily.
     """
     pass_at: float = Field(default=1.0, gt=0)
-    """Reward from which a task counts as passed: full marks, unless less will do where it pays fractions.
-    It decides what is *shown* as passed or solved; what is learnt comes from rewards.
+    """Reward from which a task counts as passed; lower it for tasks that pay fractions. It decides only what is *shown*
+    as passed or solved; training uses rewards.
     """
     every_steps: int = Field(default=0, ge=0)
-    """Steps of RL between two measurements on the way; 0: only before and after."""
+    """Steps between two evaluations during RL; 0: only before and after."""
     loss_every_steps: int = Field(default=0, ge=0)
-    """Steps of mid-training or SFT between two measurements of the held-out loss; 0: only before and after."""
+    """Steps between two measurements of the held-out loss during mid-training and SFT; 0: only before and after."""
     heldout_every: int = Field(default=20, ge=2)
-    """One text file, module or conversation in so many is held out, by its hash."""
+    """Holdout ratio: one text file, module or conversation in this many is held out, by its hash."""
 
 
 OF_TURNS = ("mean", "leave_one_out")
@@ -110,9 +110,9 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0)
     """Seeds weights, data order, tasks and sampling."""
     heartbeat_timeout_s: float = Field(default=900.0, gt=0)
-    """Seconds that a process may give no sign of life before it is killed and started again. A trainer gives one with
-    every micro-batch, the others with every turn of their event loop, waiting for the weight store with every
-    try; writing a checkpoint must fit in. Before the first sign an hour is allowed.
+    """Seconds without a sign of life after which a process is killed and started again. A trainer gives one with every
+    micro-batch, the others with every turn of their event loop and every try to reach the weight store; writing a
+    checkpoint must fit in. An hour is allowed before the first sign.
     """
     tasks: TaskConfig = TaskConfig()
     """The tasks."""

@@ -1,4 +1,4 @@
-"""``[release]``: how a weight version becomes what users meet, and how it is taken back."""
+"""``[release]``: the way of a weight version to users, and back."""
 
 from typing import Literal, Self
 
@@ -8,7 +8,7 @@ from etude.config.section import Section
 
 
 class MetricConfig(Section):
-    """``[release.metric]``: what users' sessions are compared by, per user."""
+    """``[release.metric]``: a metric by which users' sessions are compared, averaged per user."""
 
     name: str = Field(default="reward", min_length=1)
     """``reward`` (the recipe's formula over signals), or a kind of signal: ``kept``, ``follow_up``, ``latency`` …"""
@@ -22,83 +22,84 @@ class MetricConfig(Section):
 
 
 class SuiteConfig(Section):
-    """``[[release.suites]]``: another evaluation of the gate: the product's own tasks, or what a judge says of them."""
+    """``[[release.suites]]``: another evaluation of the gate: tasks of the product, or a judge's scores of them."""
 
     name: str = Field(pattern=r"^[a-z0-9-]+$")
-    """Name of the suite, in evidence and in names of files."""
+    """Name of the suite, in evidence and file names."""
     recipe: str = Field(min_length=1)
-    """A recipe whose ``[tasks]`` are tried, on their held-out side, with this run's harness; or the folder of a suite
-    (``docs/suites.md``), in the sandboxes that it names, scored by its own ``[reward]`` and ``[judge]`` where it has
-    them.
+    """A recipe whose held-out ``[tasks]`` are tried with this run's harness; or the folder of a suite
+    (``docs/suites.md``), in the sandboxes that it names, scored by its own ``[reward]`` and ``[judge]`` if it has them.
     """
     count: int = Field(default=64, ge=2)
-    """Tasks of it."""
+    """Number of its tasks."""
     margin: float = Field(default=0.05, ge=0)
-    """Amount by which the mean reward may be below the released version's (non-inferiority)."""
+    """Non-inferiority margin: amount by which the mean reward may be below the released version's."""
 
 
 class ReleaseConfig(Section):
-    """``[release]``: the gate, the canary, the test that decides, and who has to agree."""
+    """``[release]``: the gate, the canary, the deciding test, and approvals."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps from one candidate to the next, the first of which is version ``live.after_steps``; a version in between is
-    never released. 0: nothing is ever released, and whoever asks the gateway gets the newest weights.
+    """Steps from one candidate to the next, starting with version ``live.after_steps``; versions in between are never
+    released. 0: nothing is released, and every caller of the gateway gets the newest weights.
     """
     engines: int = Field(default=2, ge=2, le=64)
-    """Engines for users, which hold released and tried versions only. Two at least: a canary needs one of its own."""
+    """Engines for users, which hold only released versions and those on trial. At least two, since a canary needs one
+    of its own.
+    """
     minimum_bar: float = Field(default=0.0, ge=0)
-    """Mean reward on the held-out tasks that a candidate must reach: none below it ever meets a user, also where there
-    is no release yet to compare it with.
+    """Mean reward on the held-out tasks that a candidate must reach, also if there is no release yet to compare it
+    with.
     """
     tasks: int = Field(default=64, ge=2)
     """Held-out tasks of the gate, each tried ``passes`` times; the released version is tried on the same ones."""
     passes: int = Field(default=1, ge=1)
     """Sampled tries of each task."""
     margin: float = Field(default=0.05, ge=0)
-    """Amount by which the mean reward may be below the released version's: the lower end of the paired interval of 95 %
-    must be above it (non-inferiority).
+    """Non-inferiority margin: amount by which the mean reward may be below the released version's. The lower end of the
+    paired 95 % interval must be above −``margin``.
     """
     suites: tuple[SuiteConfig, ...] = ()
     """More evaluations: of the product's own tasks."""
     max_cheating: float = Field(default=0.02, ge=0, le=1)
-    """Share of tries that look like cheating beyond which a candidate is rejected."""
+    """Share of tries that look like cheating above which a candidate is rejected."""
     max_cost_ratio: float = Field(default=2.0, gt=1)
-    """Sampled tokens of a task, of the released version's, that a candidate is shown to need at most."""
+    """Most sampled tokens per task, relative to the released version: a candidate must be shown to need no more."""
     max_latency_ratio: float = Field(default=4.0, gt=1)
-    """Seconds of a task likewise, and seconds of the shadow's calls of those that users waited. Those of tasks are by
-    the clock, and the released version may have been tried at another time: on a machine that does other work leave
-    room.
+    """Most seconds per task, relative to the released version, and of the shadow's calls, relative to the calls that
+    users waited for. Task times are wall-clock, and the released version may have been measured at another time: leave
+    room on a machine that does other work.
     """
     gate_timeout_s: float = Field(default=1800.0, gt=0)
-    """Seconds that one evaluation may take; then it is made again, twice at most, and after that the candidate is
+    """Seconds that one evaluation may take; then it is repeated, at most twice, and after that the candidate is
     rejected.
     """
     approvals: int = Field(default=0, ge=0, le=2)
-    """People who must agree behind the gate, before any user meets a candidate (``etude release approve``)."""
+    """People who must approve a candidate after the gate, before any user meets it (``etude release approve``)."""
     shadow_sessions: int = Field(default=0, ge=0)
-    """Calls of users that are sampled a second time, unseen, before the canary; 0 leaves the shadow out."""
+    """Calls of users that the candidate also answers, unseen, before the canary; 0: no shadow."""
     shadow_share: float = Field(default=0.1, gt=0, le=1)
-    """Share of the calls that are sampled so, while no more than a few are under way and the engine is idle enough."""
+    """Share of the calls that are shadowed, while only a few are in flight and the engine is idle enough."""
     max_shadow_failures: float = Field(default=0.02, ge=0, le=1)
-    """Share of these that may fail."""
+    """Share of the shadow's calls that may fail."""
     canary_shares: tuple[float, ...] = (0.05, 0.25, 0.5)
-    """Shares of the users that meet a candidate, one after another; the last one decides."""
+    """Shares of the users that meet a candidate, stage by stage; the last stage decides."""
     min_sessions: int = Field(default=50, ge=1)
-    """Sessions of the canary before its share grows, or anything is concluded."""
+    """Sessions of the canary before its share grows or anything is concluded."""
     min_users: int = Field(default=20, ge=4)
-    """Users of each arm before anything is concluded: variances of fewer are no estimates."""
+    """Users of each arm before anything is concluded: variances of fewer are unreliable."""
     max_sessions: int = Field(default=5000, ge=1)
-    """Sessions of the last stage after which a candidate that is proven neither way is taken back."""
+    """Sessions of the last stage after which an undecided candidate is rolled back."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
-    """Chance of a false decision of a kind, over all looks, guardrails and stages together: that a version is promoted
-    which is not what ``metric.margin`` asks for, or one is rolled back that is no worse.
+    """Probability of each kind of false decision, over all looks, guardrails and stages together: to promote a version
+    that does not meet ``metric.margin``, or to roll back one that is no worse.
     """
     metric: MetricConfig = MetricConfig()
     """The metric that decides."""
     guardrails: tuple[MetricConfig, ...] = ()
     """``[[release.guardrails]]``: metrics that must not get worse."""
     revert: bool = True
-    """True if the trainer goes back to the released weights when a candidate was rejected or rolled back."""
+    """True if the trainer loads the released weights again after a candidate was rejected or rolled back."""
 
     @property
     def enabled(self) -> bool:

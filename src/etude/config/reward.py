@@ -1,4 +1,4 @@
-"""``[reward]``: what a rollout is worth, as a sum of named parts."""
+"""``[reward]``: the reward of a rollout as a sum of named parts."""
 
 from math import isfinite, isinf
 from typing import Literal, Self, TypeAlias
@@ -29,10 +29,10 @@ waits for a judge that is away waits once it is finished, and one that was asked
 
 
 class PartConfig(Section):
-    """``[[reward.parts]]``: one part, worth weight · value; a value outside of its range counts as the nearer end."""
+    """``[[reward.parts]]``: one part, worth weight · value, with the value clipped to ``range``."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)
-    """Under which its value, before weight and range, is recorded with every rollout."""
+    """Name under which its value, before weight and range, is recorded with every rollout."""
     source: str
     """``grader``, the reward of the task's grader; ``grader.NAME``, one of its parts; ``behaviour.NAME``;
     ``measure.NAME`` of the harness; ``judge.NAME`` of a rubric; or a function of your own, ``module:name`` or
@@ -43,14 +43,14 @@ class PartConfig(Section):
     on.
     """
     weight: float = Field(allow_inf_nan=False)
-    """Weight of one unit of it; 0: it is only recorded."""
+    """Weight of one unit of the value; 0: it is only recorded."""
     range: tuple[float, float]
     """The lowest and the highest value that count."""
     free: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """So much of it counts nothing: what counts is by how much it is more."""
+    """Allowance: the part of the value up to this amount counts nothing."""
     missing: Missing | float = "error"
-    """Reaction to a value that is not there: the run stops, the rollout is tried again or is not trained on; or a
-    number stands for it.
+    """Reaction to a missing value: the run stops; the rollout is tried again; it is not trained on; or a number
+    replaces the value.
     """
 
     @property
@@ -105,16 +105,16 @@ class PartConfig(Section):
 
 
 class RewardConfig(Section):
-    """``[reward]``: the parts; without any, a rollout is worth what its grader says.
+    """``[reward]``: the parts of the reward; without any, it is the grader's.
 
-    With some it is worth their sum and nothing else: a part that is not named counts nothing, and is recorded.
+    With parts it is their sum and nothing else: a part that is not named is recorded and counts nothing.
     """
 
     parts: tuple[PartConfig, ...] = ()
     """``[[reward.parts]]``, in any order."""
     shuffled: bool = False
-    """A control: trains on each group's rewards dealt out to its rollouts at random, so that nothing can be learnt from
-    them. What is recorded stays what each rollout earned.
+    """A control: trains on each group's rewards shuffled among its rollouts, so that nothing can be learnt from them.
+    The records keep what each rollout earned.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""``[harness]``, ``[rollouts]``: who drives the model, how many sessions run, and how far ahead they get."""
+"""``[harness]``, ``[rollouts]``: the agent program, the number of sessions, and their lead over the trainer."""
 
 import math
 import re
@@ -15,9 +15,9 @@ DEFAULT_CONCURRENCY = 128
 PLACEHOLDERS = ("prompt", "model", "temperature", "base_url", "workdir")
 """Placeholders that a harness's command and its variables may have filled in, written ``{prompt}``."""
 OF_CONTEXTS = ("summary_at_tokens", "summary_request", "max_tokens_per_summary", "max_summaries")
-"""Options that say when a context starts anew, and how."""
+"""Options that decide when and how a context starts anew."""
 OF_SUMMARIES = ("summary_request", "max_tokens_per_summary")
-"""Those of them that say how a summary is asked for."""
+"""The options among them about summaries."""
 
 
 class CodingOptions(Section):
@@ -30,23 +30,23 @@ class CodingOptions(Section):
     turn_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one model call, retries included."""
     find: bool = False
-    """True if the agent has the tool ``find NAME``: the task's files that have a name."""
+    """True if the agent has the tool ``find NAME``, which lists the task's files of that name."""
     usage: bool = False
-    """True if the answer to a call that cannot be read says how it is written: ``bad call: edit FILE N``."""
+    """True if the answer to a malformed call shows the syntax: ``bad call: edit FILE N``."""
     context: Literal["grow", "summary", "truncate"] = "grow"
-    """Reaction to a full context: the rollout ends; it starts anew from the task and a summary that the model
-    writes; or, to compare with, from the task and the last result only.
+    """Reaction to a full context: the rollout ends; it starts anew from the task and a summary that the model writes;
+    or, for comparison, from the task and the last result only.
     """
     summary_at_tokens: int = Field(default=0, ge=0)
-    """Tokens of a context, up to the end of the last reply, from which on it is full. The result of the last action,
-    the request and the summary come on top: leave them room in ``engine.max_length``.
+    """Tokens of a context, up to the end of the last reply, at which it counts as full. The result of the last action,
+    the request and the summary come on top: leave room for them in ``engine.max_length``.
     """
     summary_request: str = Field(default="Please summarize the conversation.", min_length=1)
-    """Asks for a summary, behind the result of the last action."""
+    """Request for a summary, after the result of the last action."""
     max_tokens_per_summary: int = Field(default=256, ge=4)
-    """Sampled tokens of a summary; a longer one is taken as far as it got."""
+    """Sampled tokens of a summary; a longer one is truncated."""
     max_summaries: int = Field(default=64, ge=1)
-    """Times that the context of one rollout may start anew; the last one grows until it is full."""
+    """Most times that the context of one rollout may start anew; the last one grows until it is full."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
@@ -64,19 +64,21 @@ class CommandOptions(Section):
     """Any program that talks to a model over HTTP."""
 
     command: tuple[str, ...] = ()
-    """The program and its arguments, no shell between; ``{prompt}`` and its like are filled in."""
+    """The program and its arguments, run without a shell; placeholders such as ``{prompt}`` are filled in."""
     environment: dict[str, str] = Field(default={})
-    """Variables for it, filled in likewise, beside those by which OpenAI's and Anthropic's clients find a model."""
+    """Its environment variables, with the same placeholders, beside those by which OpenAI's and Anthropic's clients
+    find a model.
+    """
     files: dict[str, str] = Field(default={})
-    """Its own files, by name, shown in ``/harness``; ``"@NAME"`` stands for the text of a file beside the recipe."""
+    """Its own files by name, mounted at ``/harness``; ``"@NAME"`` stands for the text of a file beside the recipe."""
     mounts: tuple[str, ...] = ()
-    """Folders that it sees, read-only, at their own paths; their ``bin`` is on its ``PATH``. A virtual environment
+    """Folders that are mounted read-only at their own paths; their ``bin`` is on its ``PATH``. A virtual environment
     brings its Python along.
     """
     timeout_s: float = Field(default=240.0, gt=0)
     """Seconds that it may take; then the rollout is graded as not submitted."""
     success_codes: tuple[int, ...] = (0,)
-    """Exit codes that say: the agent submits what is there. Any other is graded as not submitted."""
+    """Exit codes that mean a submission. Any other is graded as not submitted."""
 
     def fills(self, placeholder: str) -> bool:
         """Return whether the command line or a variable takes ``placeholder``."""
@@ -95,7 +97,7 @@ class CommandOptions(Section):
                     raise ValueError(f"{command}: {{{name}}} in {text!r} is none of {', '.join(PLACEHOLDERS)}")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"harness.options.environment: {name!r} is no name of a variable")
+                raise ValueError(f"harness.options.environment: {name!r} is not a valid variable name")
         for name, text in self.files.items():
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or text.startswith("@"):
                 raise ValueError(
@@ -108,7 +110,7 @@ class SingleTurnOptions(Section):
     """One call of the model, whose reply is the answer."""
 
     max_tokens_per_turn: int = Field(default=256, ge=1)
-    """Sampled tokens of the reply; one that is cut is no answer."""
+    """Sampled tokens of the reply; a truncated one is no answer."""
     turn_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of the call, retries included."""
     system: str = ""
@@ -125,21 +127,21 @@ class ShellOptions(Section):
     turn_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one model call, retries included."""
     command_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds that one command may run; then it is stopped, and the model is told."""
+    """Seconds that one command may run; then it is killed, and the model is told."""
 
 
 class VerifiersHarnessOptions(Section):
     """The agent of a ``verifiers`` environment."""
 
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that one rollout may take there; one that takes longer is tried again."""
+    """Seconds that one rollout may take; one that takes longer is tried again."""
 
 
 class OpenEnvHarnessOptions(Section):
     """A conversation with an OpenEnv environment."""
 
     max_steps: int = Field(default=50, ge=1)
-    """Answers of the model after which a session ends."""
+    """Model calls after which a session ends."""
     max_tokens_per_turn: int = Field(default=256, ge=4)
     """Sampled tokens per answer."""
     turn_timeout_s: float = Field(default=60.0, gt=0)
@@ -179,7 +181,7 @@ HARNESS_OPTIONS = OptionsOf(
 
 
 class HarnessConfig(Section):
-    """``[harness]``: who drives the model."""
+    """``[harness]``: the agent program around the model."""
 
     kind: Annotated[str, AfterValidator(HARNESSES)] = "coding"
     """The built-in coding agent; an agent whose one tool is a shell, for models that were not made for the first; any
@@ -200,7 +202,7 @@ def _default_concurrency(section: Mapping[str, Any]) -> int:
 
 
 class RolloutConfig(Section):
-    """``[rollouts]``: how many sessions run, and how far ahead of the trainer they may get."""
+    """``[rollouts]``: the number of sessions, and the bound on their lead over the trainer."""
 
     groups_per_step: int = Field(default=16, ge=1)
     """Tasks per optimiser step (P)."""
@@ -209,37 +211,37 @@ class RolloutConfig(Section):
     max_staleness: int = Field(default=2, ge=0)
     """Weight versions that a trained token may be old (O); 0 is strictly synchronous."""
     concurrency: int = Field(default_factory=_default_concurrency, ge=1)
-    """Rollouts in flight (C). By default fewer than 128 where the bound on staleness lets fewer be open:
-    (O + 1) · P · G.
-    """
+    """Rollouts in flight (C). By default fewer than 128 if the staleness bound admits fewer: (O + 1) · P · G."""
     max_attempts: int = Field(default=4, ge=1)
-    """Tries of one rollout slot before it is lost to infrastructure; a group that loses more than half is dropped."""
+    """Attempts for one rollout slot before it counts as lost to infrastructure; a group that loses more than half is
+    dropped.
+    """
     max_resamples: int = Field(default=0, ge=0)
-    """Groups without a signal, all of whose rewards are alike, that may be left out between two batches, others being
-    sampled in their place; 0: they count as groups of their step.
+    """Groups without a signal (all rewards alike) that may be dropped between two batches, with others sampled in their
+    place; 0: they count as groups of their step.
     """
     timeout_s: float = Field(default=120.0, gt=0)
-    """Time that the commands of one agent may take together; then its work is graded as it stands. Waiting for the
-    model is free: what it samples is bounded by ``[harness]``.
+    """Seconds that the commands of one agent may take together; then its work is graded as it stands. Waiting for the
+    model is not counted: ``[harness]`` limits what it samples.
     """
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of opening a session, and of making a sandbox; missing it, as the ones below, is infrastructure."""
+    """Deadline for opening a session and for making a sandbox; missing it, like those below, is an infrastructure
+    failure.
+    """
     silence_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that a harness may give no sign of life: between two of its calls to the sandbox. The built-in one may at
-    least for as long as all its model calls take.
+    """Seconds without a call to the sandbox after which a harness counts as hung. The built-in one is always given the
+    time of all its model calls.
     """
     grading_timeout_s: float = Field(default=900.0, gt=0)
-    """Seconds that one grading may take beyond the runs of its task's verifier or tests, should each of them take all
-    its time: for sandboxes to be made and, where a machine is slow, for those runs.
+    """Seconds that one grading may take beyond the limits of its task's verifier or tests: for making sandboxes, and
+    for slow machines.
     """
     outage_s: float = Field(default=300.0, gt=0)
-    """Seconds that a finished rollout waits for a judge that is away, and an evaluation for a gateway that is
-    silent.
-    """
+    """Seconds that a finished rollout waits for an unreachable judge, and an evaluation for an unreachable gateway."""
     max_outage_s: float = Field(default=0.0, ge=0)
-    """Seconds in which no rollout may succeed, while some are tried, before the run ends and says why; 0 for as long as
-    it takes: the run waits, says who is away and since when, and goes on by itself. Where no rollout has ever
-    succeeded, something was never right, and a minute is enough. The weight store may be away for as long.
+    """Seconds without a successful rollout, while some are tried, after which the run ends and says why; 0: never, the
+    run waits, says what is unreachable and since when, and goes on by itself. If no rollout has ever succeeded, a
+    minute is enough. The weight store may be unreachable for as long.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""``[tasks]``, ``[sandboxes]``, ``[cheating]``: the tasks, the machines they run on, and the search for cheats."""
+"""``[tasks]``, ``[sandboxes]``, ``[cheating]``: the tasks, the machines they run on, and the detection of cheating."""
 
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -16,7 +16,7 @@ THIRD_PARTY = ("verifiers", "openenv")
 OF_MACHINES = ("repository", "migrations", "harbor")
 """Families whose tasks need a machine around their files; those of others say so one by one."""
 ENDLESS = ("bugfix", "migrations", "lookup", "nextedit", "openenv")
-"""Families that make new training tasks for as long as they are asked; the others have so many, and epochs of them."""
+"""Families with an endless supply of new training tasks; the others have a fixed number, and epochs."""
 ASKING = ("dataset", "lookup", "nextedit", "summaries")
 """Families that ask for an answer, which an external harness has no way to give."""
 EITHER = ("requests", "suite")
@@ -45,44 +45,40 @@ class BugfixOptions(Section):
     )
     """Kinds of planted-bug template in the family."""
     untrained: tuple[str, ...] = ()
-    """Those of ``kinds`` of which RL has no task: they are imitated in mid-training and tried in evaluations, which say
-    what carries over to them.
-    """
+    """Kinds that RL never trains on: they appear in mid-training and in evaluations, which then measure transfer."""
     hidden_label: bool = False
-    """True if the right line returns a label beside its value, a word that only the output of the failing test tells:
-    ``return [a + b, 'elm']``.
+    """True if the right line also returns a label, a word that only the output of the failing test shows: ``return [a +
+    b, 'elm']``.
     """
     files: int = Field(default=1, ge=1, le=8)
-    """Files of a task; of several the prompt does not say in which one the function is, which has to be found out."""
+    """Files of a task; with several the prompt does not say which one has the function."""
     right_edit: float = Field(default=0.4, ge=0, le=1)
     """Demonstrations: probability that an edit is the right one."""
     read_first: float = Field(default=0.8, ge=0, le=1)
     """Demonstrations: probability of reading the file before the first edit."""
     stub: float = Field(default=0.0, ge=0, le=1)
-    """Demonstrations: probability that an edit of a file that was not read writes a stub (``pass``), in place of a line
-    whose names are guessed: so that reading is what has to be found out, and guessing is not what was learnt.
+    """Demonstrations: probability that an edit of a file that was not read writes a stub (``pass``) instead of a line
+    with guessed names, so that the model has to learn to read and does not learn to guess.
     """
     test_after: float = Field(default=0.5, ge=0, le=1)
     """Demonstrations: probability of testing after an edit."""
     retry: float = Field(default=0.45, ge=0, le=1)
     """Demonstrations: probability of another try after a failing test."""
     follow_test: float = Field(default=0.0, ge=0, le=1)
-    """Demonstrations: probability that an edit after a failing test has the label that the test told, in place of a
+    """Demonstrations: probability that an edit after a failing test uses the label that the test showed instead of a
     wrong one (``hidden_label``).
     """
     search: float = Field(default=0.0, ge=0, le=1)
-    """Demonstrations: probability of searching for a file that the prompt does not name, in place of reading files
-    whose names are guessed (``files``).
+    """Demonstrations: probability of searching for a file that the prompt does not name instead of reading files with
+    guessed names (``files``).
     """
     bad_call: float = Field(default=0.0, ge=0, le=1)
     """Demonstrations: probability that an edit is first written as ``edit FILE:N``, which is no call."""
     correct_call: float = Field(default=1.0, ge=0, le=1)
-    """Demonstrations: probability that such an edit is written rightly next, in place of the same once more or giving
-    up.
-    """
+    """Demonstrations: probability that such an edit is corrected next, instead of repeated or given up."""
     reminded: float = Field(default=0.0, ge=0, le=1)
-    """Demonstrations: probability, before each message of the agent, that the user reminds of how an edit is written;
-    an edit that comes next is written rightly.
+    """Demonstrations: probability, before each message of the agent, that the user reminds it of the syntax of an edit;
+    the next edit is then correct.
     """
 
     @model_validator(mode="after")
@@ -110,12 +106,12 @@ class RepositoryOptions(Section):
     """Tasks built from repositories (``etude tasks build``)."""
 
     brief: bool = False
-    """Take only the tasks of one wrong line, asked for in a line that names its function: for a small model, which then
-    is mid-trained on such repairs.
+    """Use only tasks with one wrong line, whose prompt is one line that names the function: for a small model, which is
+    then mid-trained on such repairs.
     """
     unprobed: bool = False
-    """Take tasks without probes, too: what code under test makes of its tests is then proved by canaries alone
-    (``etude tasks build --unprobed`` makes such tasks).
+    """Use tasks without probes as well: then canaries alone prove that the code under test did not tamper with its
+    tests (``etude tasks build --unprobed`` makes such tasks).
     """
     right_edit: float = Field(default=0.4, ge=0, le=1)
     """Demonstrations (``brief``): probability that an edit is the right one."""
@@ -133,11 +129,11 @@ class LookupOptions(Section):
     questions: int = Field(default=2, ge=1, le=8)
     """Facts that a task asks for."""
     question_names: int = Field(default=0, ge=0)
-    """Names that are ever asked for, the others being noise; 0: all of them. Finding a value by one of a few names is
-    learnt ten times sooner than by any name.
+    """Names that questions may ask for, the others being noise; 0: all of them. Finding a value by one of a few names
+    is learnt ten times sooner than by any name.
     """
     keep_fact: float = Field(default=0.8, ge=0, le=1)
-    """Demonstrations: probability that a summary has a fact that is asked for, rather than another one."""
+    """Demonstrations: probability that a summary keeps a fact that is asked for, rather than another one."""
 
 
 class NextEditOptions(Section):
@@ -155,24 +151,23 @@ class DatasetOptions(Section):
     a set of several splits, the folder of one.
     """
     heldout_path: str = ""
-    """Likewise, the rows that are held out; empty: one row in ``tasks.heldout_every`` is, by the hash of what it asks.
-    """
+    """The held-out rows, in the same formats; empty: one row in ``tasks.heldout_every``, by the hash of its prompt."""
     prompt: str = Field(default="prompt", min_length=1)
-    """Column with what is asked."""
+    """Column with the prompt."""
     messages: str = ""
-    """Column with a conversation in place of ``prompt``: a list of ``{"role": …, "content": …}`` that ends with the
-    user's message; or with the assistant's, which then is the right answer where ``answer`` is empty.
+    """Column with a conversation instead of ``prompt``: a list of ``{"role": …, "content": …}`` that ends with the
+    user's message, or with the assistant's, which is then the right answer if ``answer`` is empty.
     """
     answer: str = "answer"
     """Column with the right answer, a text or a number; with ``match = "choice"`` a letter, or a number from 0."""
     choices: str = ""
-    """Column with the list of answers to choose from, which are written behind the prompt as ``A. …``, ``B. …``."""
+    """Column with the list of answers to choose from, which are appended to the prompt as ``A. …``, ``B. …``."""
     answer_after: str = ""
-    """Text behind whose last occurrence the answer stands, such as ``####``: what a model writes before it is not
-    compared, nor is what the column has before it.
+    """Text after whose last occurrence the answer begins, such as ``####``; what comes before it, in a model's reply or
+    in the column, is not compared.
     """
     match: Literal["exact", "normalised", "choice", "math"] = "normalised"
-    """Comparison of answers: ``exact``, word by word; ``normalised``, but for case, articles and punctuation;
+    """Comparison of answers: ``exact``, word by word; ``normalised``, ignoring case, articles and punctuation;
     ``choice``, the letter alone; ``math``, as mathematics (``math-verify``: extra ``math``).
     """
     right_answer: float = Field(default=1.0, ge=0, le=1)
@@ -198,7 +193,7 @@ class VerifiersOptions(Section):
     env: str = Field(default="", min_length=1, validate_default=True)
     """Name of the environment: of an installed package, or of a module in ``tasks.folder``."""
     args: JsonTable = Field(default={})
-    """Keys of the environment's taskset, as its own class has them."""
+    """Keys of the environment's taskset, as its own class defines them."""
     agent: JsonTable = Field(default={})
     """Keys of the agent that the package runs, as its ``[env.agent]`` has them, such as ``harness``, ``max_turns``."""
     python: str = ""
@@ -206,14 +201,14 @@ class VerifiersOptions(Section):
     ``.venv-environments``.
     """
     max_tasks: int = Field(default=1000, ge=1)
-    """Tasks that are used, the first ones of the environment."""
+    """Tasks that are used: the first ones of the environment."""
 
 
 class OpenEnvOptions(Section):
     """An environment that a server with OpenEnv's protocol plays."""
 
     url: str = Field(default="", pattern=r"^https?://", validate_default=True)
-    """URL of the server, which is started and stopped elsewhere."""
+    """URL of the server, which étude neither starts nor stops."""
 
 
 FAMILIES = Registry(
@@ -263,15 +258,15 @@ class PoolsOptions(Section):
     easy_share: float = Field(default=0.25, ge=0, le=1)
     """Share of draws from the pool of easy tasks."""
     hard_share: float = Field(default=0.25, ge=0, le=1)
-    """Share of draws from the pool of hard tasks; the rest is from the others, those never tried among them. A pool
-    without tasks leaves its share to the others.
+    """Share of draws from the pool of hard tasks; the rest are from the other tasks, including those never tried. The
+    share of an empty pool goes to the others.
     """
     easy_from: float = Field(default=0.8, gt=0, le=1)
     """Mean reward from which a task is easy."""
     hard_to: float = Field(default=0.2, ge=0, lt=1)
     """Mean reward up to which a task is hard."""
     rest_epochs: float = Field(default=4.0, ge=0)
-    """Epochs for which a task rests, out of all pools, whose rewards were all 1, or all 0."""
+    """Epochs for which a task is left out of all pools after its rewards were all 1, or all 0."""
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
@@ -291,10 +286,11 @@ class ThompsonOptions(Section):
     """Thompson sampling: each task's pass rate p is drawn from what is known of it, and tasks by p (1 − p)."""
 
     uniform_share: float = Field(default=0.2, gt=0, le=1)
-    """Share of draws from all tasks alike: a group counts at most 1 / ``uniform_share`` times as much as another."""
-    half_life_epochs: float = Field(default=4.0, gt=0)
-    """Epochs after which what was seen of a task counts half: the model learns, and what is not tried becomes unknown.
+    """Share of draws from all tasks uniformly: no group then weighs more than 1 / ``uniform_share`` times as much as
+    another.
     """
+    half_life_epochs: float = Field(default=4.0, gt=0)
+    """Epochs after which an observation of a task counts half, since the model changes."""
 
 
 SELECTION_OPTIONS = OptionsOf("tasks.selection", "kind", {"pools": PoolsOptions, "thompson": ThompsonOptions})
@@ -304,10 +300,10 @@ class SelectionConfig(Section):
     """``[tasks.selection]``: which training task comes next. An epoch is as many draws as there are tasks."""
 
     kind: Literal["in_order", "pools", "thompson"] = "in_order"
-    """All tasks, once an epoch; more of those from which something can be learnt now."""
+    """All tasks once an epoch, or more often those from which something can be learnt now."""
     importance_weights: bool = True
-    """Weigh each group by how likely its task would be if all were, over how likely it was: the gradient stays that of
-    the mean over all tasks. Off, it is that of the tasks as they are drawn (``docs/control.md``).
+    """Weight each group by the probability of its task under uniform draws over its actual one: the gradient is then
+    that of the mean over all tasks. Without weights it is that of the tasks as they are drawn (``docs/control.md``).
     """
     options: Annotated[SerializeAsAny[Section], PlainValidator(SELECTION_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
@@ -337,12 +333,14 @@ class TaskConfig(Section):
     of ``verifiers``, with environments that are not installed.
     """
     impossible_share: float = Field(default=0.0, ge=0, le=0.1)
-    """Share of training tasks that cannot be done: a rollout that passes one has cheated. 1 to 2 % is a meter."""
+    """Share of training tasks that cannot be solved: a rollout that passes one has cheated. 1 to 2 % is enough to
+    measure cheating.
+    """
     heldout_every: int = Field(default=6, ge=2, le=50)
-    """One template in so many is held out."""
+    """Holdout ratio: one template in this many is held out."""
     epochs: int = Field(default=0, ge=0)
-    """Times that each training task may be trained on, in an order of its own each time; 0: as often as the steps
-    need. A run that needs more is refused before it starts.
+    """Times that each training task may be used, each time in a new order; 0: as often as the steps need. A run that
+    needs more is refused before it starts.
     """
     graders: dict[str, str] = Field(default={})
     """Graders of your own: the name by which tasks call one → ``module:Name`` or ``@file.py:Name``
@@ -392,7 +390,7 @@ class LocalOptions(Section):
     workers: int = Field(default=2, ge=1)
     """Processes that fork sandboxed commands."""
     allow_unconfined: bool = False
-    """Run the model's programs even where the machine grants no namespaces to confine them in."""
+    """Run the model's programs even on a machine that grants no namespaces to confine them."""
 
 
 class RemoteOptions(Section):
@@ -401,11 +399,11 @@ class RemoteOptions(Section):
     url: str = ""
     """URL of the server; its key is in ``ETUDE_SANDBOXES_KEY``."""
     urls: tuple[str, ...] = ()
-    """URLs of several servers in place of ``url``, which have the same key: each sandbox is made on the one with the
-    most room, or on one that had its image before.
+    """URLs of several servers instead of ``url``, with the same key: each sandbox is made on the server with the most
+    room, or on one that already has its image.
     """
     connections: int = Field(default=0, ge=0)
-    """Most connections to each server at a time, one for each call that goes on; 0: as many as the limit of open files
+    """Most connections to each server at a time, one for each call in progress; 0: as many as the limit of open files
     allows.
     """
 
@@ -419,7 +417,7 @@ class RemoteOptions(Section):
             )
         for url in self.urls or (self.url,):
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{table}: {url!r} is no URL of a server: expected http://… or https://…")
+                raise ValueError(f"{table}: {url!r} is not a URL of a server: expected http://… or https://…")
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(f"{table}.urls = {list(self.urls)}: name each server once")
         return self
@@ -459,7 +457,7 @@ class SandboxConfig(Section):
     images: str = ""
     """Folder of images; empty: ``ETUDE_IMAGES``, else the user's cache."""
     pool_size: int = Field(default=0, ge=0)
-    """Most sandboxes that a warm pool holds, those in use included; 0: each is made when it is asked for."""
+    """Most sandboxes in a warm pool, those in use included; 0: each is made on demand."""
     options: Annotated[SerializeAsAny[Section], PlainValidator(PROVIDER_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
@@ -477,13 +475,13 @@ Outcome: TypeAlias = Literal["keep", "quarantine", "zero"]
 
 
 class CheatingConfig(Section):
-    """``[cheating]``: the search for cheats in rollouts, and what becomes of those in which one was seen."""
+    """``[cheating]``: detection of cheating in rollouts, and its consequences."""
 
     honeypots: bool = False
-    """Lay baits in every sandbox: hidden tests, a solution, expected answers that are none."""
+    """Put baits into every sandbox: files that look like hidden tests, a solution or expected answers, and are not."""
     outcomes: dict[str, Outcome] = Field(default={})
-    """Sign of cheating → its consequence, where that is to be another one. ``low`` may well be honest, such as an
-    edited visible test, and is kept; ``medium`` is what honest work hardly ever does, and is quarantined; ``high`` is
-    what it never does, and is worth zero. The name of a detector, or of a grader's ``cheat_`` part, goes before its
+    """Sign of cheating → its consequence, to override the default. ``low`` may well be honest, such as an edited
+    visible test, and is kept; ``medium`` is what honest work hardly ever does, and is quarantined; ``high`` is what it
+    never does, and is worth zero. The name of a detector, or of a grader's ``cheat_`` part, takes precedence over its
     severity.
     """

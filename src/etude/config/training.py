@@ -49,8 +49,8 @@ class ModelConfig(Section):
     checkpoint: str = ""
     """Folder of a Hugging Face checkpoint to start from, tokenizer included; empty starts from random weights."""
     impl: Literal["native", "hf"] = "native"
-    """The trainer's implementation of the model: étude's own decoder, or transformers, for families that étude does not
-    have (``docs/models.md``). ``hf`` needs a vLLM or SGLang engine.
+    """The trainer's implementation of the model: étude's own decoder, or transformers, for families without one in
+    étude (``docs/models.md``). ``hf`` needs a vLLM or SGLang engine.
     """
     shape: Annotated[
         SerializeAsAny[ModelShape | Section],
@@ -285,7 +285,7 @@ MASK_OPTIONS = OptionsOf(
 
 
 class LossConfig(Section):
-    """``[loss]``: how rewards become a gradient. Options that are left out are what the chosen paper has."""
+    """``[loss]``: the policy loss. Options that are left out have the values of the chosen paper."""
 
     kind: Annotated[str, AfterValidator(LOSSES)] = "policy_gradient"
     """The loss; it brings ``baseline`` and ``aggregation`` along unless these are set (``docs/losses.md``). Or one of
@@ -300,15 +300,17 @@ class LossConfig(Section):
     of your own (``docs/extending.md``).
     """
     aggregation: Aggregation = "token_mean"
-    """Average over tokens: all alike; by trajectory, then over these; as sums of trajectories, or those over a
-    constant.
+    """Average over tokens: all alike; by trajectory, then over these; as sums over trajectories; or as such sums
+    divided by a constant.
     """
     aggregation_options: Annotated[SerializeAsAny[Section], PlainValidator(AGGREGATION_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
     """``[loss.aggregation_options]``: keys of the average."""
     correction: CorrectionKind = "tis"
-    """Correction for tokens that another policy sampled; of a clipped loss ``none`` unless the recipe says so."""
+    """Off-policy correction for tokens that another policy sampled; a clipped loss has ``none`` unless the recipe sets
+    one.
+    """
     correction_options: Annotated[SerializeAsAny[Section], PlainValidator(CORRECTION_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
@@ -320,19 +322,21 @@ class LossConfig(Section):
     )
     """``[loss.mask_options]``: bounds of the mask."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy of what each token was drawn from, added to what is maximised."""
+    """Weight of the entropy of the distribution that each token was drawn from, added to the objective."""
     draft_learning_rate: float = Field(default=0.0, ge=0)
-    """Peak rate at which a draft head is distilled from the policy, which gets no gradient by it; above 0 the model has
-    one, the checkpoint's or a new one (``engine.options.draft_tokens``). A new one wants the rate of a pretraining.
+    """Peak learning rate of a draft head that is distilled from the policy, without gradient to the policy; above 0 the
+    model has one, the checkpoint's or a new one (``engine.options.draft_tokens``). A new one needs a rate as for
+    pretraining.
     """
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence of the policy from ``kl_to``, estimated token by token in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Its estimate; ``docs/losses.md`` says what the gradient of each is."""
+    """Estimator of it; ``docs/losses.md`` gives the gradient of each."""
     kl_to: Literal["reference", "engine"] = "reference"
     """Policy that the divergence is measured from: ``reference_version``, or whatever sampled the token."""
     reference_beta: float = Field(default=0.0, ge=0)
-    """Reward taken off per nat that a rollout is likelier under its own policy than under the reference; 0: none."""
+    """Reward subtracted per nat by which a rollout is likelier under its own policy than under the reference; 0: none.
+    """
     reference_version: int = Field(default=0, ge=0)
     """The published weight version that is the reference."""
 
@@ -407,9 +411,9 @@ class EffortConfig(Section):
     """
 
     weight: float = Field(default=0.0, ge=0)
-    """Reward taken off per unit of C; 0: effort is free."""
+    """Reward subtracted per unit of C; 0: effort is free."""
     scale: float = Field(default=0.01, gt=0)
-    """k: from x = 1/k on, the cost of more falls noticeably."""
+    """k: above x = 1/k the cost of more effort falls noticeably."""
     curvature: float = Field(default=0.5, ge=0)
     """q: 0 is linear, 1 logarithmic, above 1 bounded."""
     prices: dict[str, float] = Field(default={})
@@ -454,26 +458,28 @@ class TrainerConfig(Section):
     steps: int = Field(default=100, ge=1)
     """Optimiser steps."""
     learning_rate: float = Field(default=5e-4, gt=0)
-    """Rate after the warm-up, of the optimiser that ``optimiser.kind`` names; Muon and the AdamW beside it share it."""
+    """Learning rate after the warm-up, of the optimiser that ``optimiser.kind`` names; Muon and the AdamW beside it
+    share it.
+    """
     warmup_steps: int = Field(default=4, ge=1)
     """Linear warm-up."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"
-    """Learning-rate schedule, as of ``[midtrain]``."""
+    """Learning-rate schedule, as in ``[midtrain]``."""
     decay_share: float = Field(default=0.4, ge=0, le=1)
-    """Last share of the steps, over which the rate of ``wsd`` falls: the last policy is one that has settled."""
+    """Final share of the steps over which the rate of ``wsd`` falls, so that the policy settles."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moment decay rates."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Global gradient norm."""
     microbatch_tokens: int = Field(default=12_000, ge=64)
-    """Tokens of one forward and backward pass; a sequence that is longer is a pass of its own."""
+    """Tokens of one forward and backward pass; a longer sequence is a pass of its own."""
     checkpoint_activations: bool | Literal["auto"] = "auto"
-    """Keep one hidden state per token and block and compute the rest again in the backward pass: a third more work for
-    a fraction of the memory, the same gradients. ``auto``: where the trainer has several ranks.
+    """Activation checkpointing: keep one hidden state per token and block and recompute the rest in the backward pass;
+    a third more work for a fraction of the memory, with the same gradients. ``auto``: if the trainer has several ranks.
     """
     checkpoint_steps: int = Field(default=1, ge=1)
-    """Steps between checkpoints. With more than 1 a trainer that died does the steps behind its last checkpoint again,
-    on the same batches; they must end in the same bits (docs/control.md).
+    """Steps between checkpoints. With more than 1, a trainer that died repeats the steps after its last checkpoint on
+    the same batches, which must give the same bits (docs/control.md).
     """
     mismatch_share: float = Field(default=0.1, ge=0, le=1)
     """Share of each batch's rollouts on which trainer and engine logprobs are compared."""
@@ -499,17 +505,17 @@ OptimiserState: TypeAlias = Literal["fp32", "8bit", "offload"]
 
 
 class OptimiserConfig(Section):
-    """``[optimiser]``: what turns gradients into steps, in every phase."""
+    """``[optimiser]``: the optimiser of every phase."""
 
     kind: Literal["adamw", "muon"] = "adamw"
     """``muon`` orthogonalises the updates of the blocks' matrices, per head and per expert; embeddings, output matrix,
-    gains and biases stay AdamW's. Both take the same learning rate.
+    gains and biases use AdamW. Both take the same learning rate.
     """
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Momentum of Muon, with Nesterov's look ahead."""
+    """Nesterov momentum of Muon."""
     state: OptimiserState = "fp32"
-    """Home and form of moments: in float32 on the device; in 8 bits a number there, in blocks of a scale each; or
-    in float32 in the host's memory, updated on the device to the same bits as ``fp32``.
+    """Storage of the moments: float32 on the device; 8 bits a number there, in blocks with a scale each; or float32 in
+    the host's memory, updated on the device to the same bits as ``fp32``.
     """
 
     @model_validator(mode="after")
@@ -529,14 +535,15 @@ class ParallelConfig(Section):
     dp: int = Field(default=1, ge=1)
     """Ranks, or groups of ``cp`` ranks, that train on sequences of their own."""
     imitation_dp: int = Field(default=0, ge=0)
-    """The same in mid-training and SFT, when nothing else computes; 0: as many as ``dp``."""
+    """The same in mid-training and SFT, when nothing else runs; 0: ``dp``."""
     cp: int = Field(default=1, ge=1)
     """Ranks over which each sequence is split."""
     ep: int = Field(default=1, ge=1)
-    """Ranks over which the experts of a layer are spread; the others hold the same experts, sharded."""
+    """Ranks over which the experts of a layer are spread (expert parallelism); ranks with the same experts shard them.
+    """
     sharding: Literal["full", "none"] = "full"
-    """``full``: weights, gradients and moments are divided over all ranks (FSDP). ``none``: each rank has all of them,
-    and gradients alone are added up (DDP): for small models, where gathering weights takes longer than computing.
+    """``full``: weights, gradients and moments are sharded over all ranks (FSDP). ``none``: each rank has all of them,
+    and only gradients are added up (DDP): for small models, where gathering weights takes longer than computing.
     """
 
     @property

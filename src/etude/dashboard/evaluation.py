@@ -42,9 +42,9 @@ class Try:
     parts: Mapping[str, float]
     """Values recorded with its reward: each part's value before weight and range."""
     prompt_tokens: int
-    """Sum over its turns; what they share is counted each time."""
+    """Prompt tokens of all turns; common prefixes are counted each time."""
     new_tokens: int
-    """Those of them that no turn before had."""
+    """Prompt tokens that no earlier turn had."""
     sampled_tokens: int
     turns: int
     summaries: int
@@ -84,9 +84,9 @@ class Evaluation:
     engine_s: float
     """Time that its engine was busy for it."""
     parts: tuple[str, ...] = ()
-    """Those of :attr:`Try.parts` that figures are made of."""
+    """Names in :attr:``Try.parts`` from which figures are made."""
     amounts: tuple[str, ...] = ()
-    """Those of :attr:`Try.amounts` likewise."""
+    """Names in :attr:``Try.amounts`` from which figures are made."""
     label: str = ""
     """Name beside that of the run; empty: of its weight version."""
 

@@ -13,6 +13,15 @@ MISSING = "–"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
+def visible(text: str) -> str:
+    """Escape invisible and control characters, so that none moves a cursor or hides a word."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else _spelt(letter) for letter in text)
+
+
+def _spelt(letter: str) -> str:
+    return "    " if letter == "\t" else repr(letter)[1:-1]
+
+
 def percent(share: float | None, digits: int = 1) -> str:
     """A share as a percentage: 0.4264 → ``42.6%``."""
     return MISSING if share is None else f"{100 * share:.{digits}f}%"

@@ -14,9 +14,8 @@ from typing import Literal
 import orjson
 
 from etude.config.recipe import RunConfig
-from etude.dashboard.formatting import MISSING, count, decimal
+from etude.dashboard.formatting import MISSING, count, decimal, visible
 from etude.dashboard.page import STYLE
-from etude.dashboard.rollout_text import visible
 from etude.dashboard.rollouts import ReadCall, ReadLine, ReadRollout, ReadToken, ReadTurn
 from etude.types import Json
 

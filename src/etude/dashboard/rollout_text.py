@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.padding import Padding
 from rich.text import Text
 
-from etude.dashboard.formatting import MISSING, count, decimal, percent, small
+from etude.dashboard.formatting import MISSING, count, decimal, percent, small, visible
 from etude.dashboard.rollouts import ReadComparison, ReadPart, ReadRollout, ReadSummary, ReadToken, ReadTurn
 from etude.dashboard.terminal import ACCENT, DIM, GOOD, ID_CHARACTERS, WARN, light_table
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome
@@ -107,11 +107,6 @@ def rollout_page(rollout: ReadRollout) -> RenderableType:
     return Group(*_head(rollout), *(part for turn in rollout.turns for part in _turn(turn, rollout.step)))
 
 
-def visible(text: str) -> str:
-    """Escape invisible and control characters, so that none moves a cursor or hides a word."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else _spelt(letter) for letter in text)
-
-
 class Block:
     """Text with a mark in front, wrapped to the available width."""
 
@@ -122,10 +117,6 @@ class Block:
         width = max(options.max_width - len(self._mark), 1)
         for index, line in enumerate(self._text.wrap(console, width)):
             yield Text.assemble((self._mark if index == 0 else " " * len(self._mark), self._style), line)
-
-
-def _spelt(letter: str) -> str:
-    return "    " if letter == "\t" else repr(letter)[1:-1]
 
 
 def _beside(census: Census) -> Text:

@@ -162,7 +162,7 @@ class ReadComparison:
     compared: float
     """Reward after penalties."""
     rollouts: int
-    """Those that are compared: graded and not quarantined."""
+    """Rollouts that are compared: graded and not quarantined."""
     quarantined: int
     lost: int
     """Slots given up to infrastructure."""

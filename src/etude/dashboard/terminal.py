@@ -12,6 +12,7 @@ from typing import TypeAlias
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.panel import Panel
+from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
@@ -80,11 +81,20 @@ def render(run: RunMetrics, config: RunConfig, now_s: float, page: str = "") -> 
     )
 
 
-def light_table(*names: str, broken: Sequence[str] = ()) -> Table:
+class LightTable(Table):
+    """A table whose cells are text, whoever wrote it: no markup, and nothing that a terminal obeys."""
+
+    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
+        """Add a row; a cell that is no string is shown as it is."""
+        shown = (Text(formatting.visible(cell)) if isinstance(cell, str) else cell for cell in cells)
+        super().add_row(*shown, style=style, end_section=end_section)
+
+
+def light_table(*names: str, broken: Sequence[str] = ()) -> LightTable:
     """Columns of these names; one with ``>`` before it is of numbers. Only the last one and those ``broken`` are ever
     broken into lines, and nothing is left out of those.
     """
-    table = Table(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
+    table = LightTable(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
     table.collapse_padding = True
     for name in names:
         justify: JustifyMethod = "right" if name.startswith(">") else "left"

@@ -32,7 +32,7 @@ class WeightUpdate:
     weights: PulledWeights
     """All of it, in memory that is valid until the next update."""
     changed: Mapping[str, Sequence[ChangedNumbers]] | None
-    """The numbers that changed since the update before, by tensor; ``None`` for so many that everything is loaded."""
+    """The numbers that changed since the update before, by tensor; ``None``: so many that the whole state is loaded."""
 
 
 Swap: TypeAlias = Callable[[], Awaitable[float]]

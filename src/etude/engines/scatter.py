@@ -22,7 +22,7 @@ from etude.weights.state import ELEMENTS, NUMBER_TYPES, spec_bytes
 SIGNED: Mapping[int, torch.dtype] = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 """Bytes of a number → the integer type its bits are written as."""
 RELOAD_SHARE = 8
-"""One number in so many, and a full load moves no more bytes than positions (8) and bits (2) of what changed."""
+"""If one number in this many has changed, a full load moves no more bytes than their positions (8) and bits (2)."""
 
 Load: TypeAlias = Callable[[Mapping[str, Tensor]], None]
 """Writes a whole checkpoint, given as CPU tensors by name, into the parameters, in place."""

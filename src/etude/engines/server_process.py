@@ -175,7 +175,7 @@ def without_our_python(inherited: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}
 
 
-def spelt(arguments: Mapping[str, Argument]) -> tuple[str, ...]:
+def to_flags(arguments: Mapping[str, Argument]) -> tuple[str, ...]:
     """Arguments of a command line: ``--name value``, tables as JSON; a flag where it is true, nothing where false."""
     words: list[str] = []
     for name, value in arguments.items():

@@ -45,7 +45,7 @@ class SignalCount:
     number: int
     late: int
     unmatched: int
-    """Those whose session has not come."""
+    """Signals whose session has not arrived."""
     mean: float
 
 

@@ -1,11 +1,11 @@
-"""The joiner: closes the windows that are over, joins, hands on, exactly once.
+"""The joiner: closes windows that are over, joins sessions with their signals and hands each to a sink exactly once.
 
     end idle sessions ─▶ give up unmatched signals ─▶ close windows ─▶ closed() ─▶ sink.take ─▶ taken
                                                                            ▲ killed here: taken again ┘
 
 consumes: closed windows of the feedback store; produces: joined sessions in a sink; waits for: windows, and the sink;
-woken by: its caller, now and then; on shutdown: dies at any point. A session is noted as taken only after the sink
-kept it, and the sink takes none twice: it is handed on at least once and counted exactly once.
+woken by: its caller, now and then; on shutdown: dies at any point. A session is recorded as taken only after the sink
+has stored it, and the sink stores none twice: it is handed over at least once and counted exactly once.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from etude.types import JoinedSession
 BATCH = 500
 """Sessions that are joined at a time: as many as fit into memory with all their turns."""
 ABANDONED_S = 3600.0
-"""An open session without a turn for so long is of a gateway that did not come back: those end theirs after 15 min."""
+"""Age of the last turn after which an open session counts as left by a dead gateway: a living one ends it in 15 min."""
 
 
 @final
 class Joiner:
-    """Takes the sessions whose windows are over from ``store`` to ``sink``, those that ended first in front."""
+    """Moves the sessions whose windows are over from ``store`` to ``sink``, in the order in which they ended."""
 
     def __init__(
         self, store: FeedbackStore, sink: JoinedSessions, follow_up: FollowUpRule | None, *, batch: int = BATCH
@@ -46,16 +46,16 @@ class Joiner:
         if not joined and self._store.close_windows(now, self._batch):
             joined, left_out = self._store.closed(self._batch, self._follow_up)
         if joined:
-            words = self._sink.take(joined)
-            results = {one.session.session_id: word for one, word in zip(joined, words, strict=True)}
+            outcomes = self._sink.take(joined)
+            results = {one.session.session_id: outcome for one, outcome in zip(joined, outcomes, strict=True)}
             self._store.taken(results, left_out, now)
         return len(joined)
 
 
 @final
-class KeptAlone:
+class StoreOnlySink:
     """The sink of a run that learns nothing from live sessions: they stay in the store."""
 
     def take(self, sessions: Sequence[JoinedSession]) -> Sequence[str]:
-        """Nothing is done with them."""
+        """Do nothing, and report each as kept."""
         return ["kept"] * len(sessions)

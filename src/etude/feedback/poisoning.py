@@ -52,7 +52,7 @@ class Suspicion:
 
 
 def suspicions(sessions: Sequence[RatedSession], limits: PoisoningLimits) -> dict[str, Suspicion]:
-    """User → the reason for which none of their sessions is trained on; the first rule that speaks."""
+    """User → the reason why none of their sessions is trained on, of the first rule that applies."""
     residuals = _residuals(sessions)
     suspected: dict[str, Suspicion] = {}
     for rule in (_pace(sessions, limits), _outliers(residuals, limits), _collusion(residuals, limits)):

@@ -163,7 +163,7 @@ def _line(line: bytes, number: int) -> Json:
 def _event(fields: dict[str, Json], pseudonym: Pseudonym) -> Event:
     unknown = next((name for name in fields if name not in FIELDS), None)
     if unknown is not None:
-        raise ValueError(f"{_quote(unknown)} is no field of an event: expected {', '.join(FIELDS)}")
+        raise ValueError(f"{_quote(unknown)} is not a field of an event: expected {', '.join(FIELDS)}")
     event_id = _name(fields, "event_id")
     named = fields.get("kind")
     kind = KINDS.get(named) if isinstance(named, str) else None

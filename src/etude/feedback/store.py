@@ -299,20 +299,20 @@ def _report(
 ) -> list[EventResult]:
     now = clock()  # behind the lock: no window that is over by it was closed later
     places = _places(db, owner, events)
-    matches = [places.get(event.completion or event.session) for event in events]
-    outcomes = [result_of(place, now, window_s) for place in matches]
+    targets = [places.get(event.completion or event.session) for event in events]
+    outcomes = [result_of(place, now, window_s) for place in targets]
     waiting = sum(one is EventResult.UNKNOWN_SESSION for one in outcomes)
     has_room = not waiting or _unmatched(db, owner) + waiting <= MAX_UNMATCHED
     rows = [
         _signal_row(owner, event, place, now, late=result is EventResult.LATE)
-        for event, place, result in zip(events, matches, outcomes, strict=True)
+        for event, place, result in zip(events, targets, outcomes, strict=True)
         if place is not None or has_room
     ]
     fresh = _insert_signals(db, rows)
     for index, event in enumerate(events):
         if event.event_id in fresh:
             fresh.discard(event.event_id)  # the same id further on is a duplicate
-        elif matches[index] is not None or has_room:
+        elif targets[index] is not None or has_room:
             outcomes[index] = EventResult.DUPLICATE
     add_counts(db, Counter(outcomes))
     return outcomes

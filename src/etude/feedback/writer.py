@@ -88,7 +88,7 @@ class StoreWriter:
                         future.set_result(result)
 
     def _next(self) -> list[_Item]:
-        """The works that wait, at most so many; none once it is to stop."""
+        """Waiting pieces of work, up to a limit; none once it has to stop."""
         item = self._queue.get()
         batch: list[_Item] = []
         while item is not None:

@@ -32,7 +32,7 @@ HOUR_SLOTS = 4
 WEEK_SLOTS, SLOT_S = WEEK_HOURS * HOUR_SLOTS, HOUR_S / HOUR_SLOTS
 LEARNING_RATE = 0.3
 """Weight of the newest week in what is remembered of a part of it; a habit that changed is followed within a month."""
-MARGIN_GROWTH, MARGIN_HALF_LIFE_HOURS = 1.5, 24.0
+MARGIN_GROWTH, MARGIN_HALF_LIFE_HOURS = 1.5, 18.0
 """Factor of the margin when production had to wait, and time in which half of what it grew by is forgotten."""
 LEAST_GROWN = 0.02
 """Margin from which one of 0 grows."""
@@ -158,9 +158,9 @@ class Forecast:
                 math.floor(float(hour) * HOUR_SLOTS): float(peak) for hour, peak in json.loads(text).items()
             }
         except (AttributeError, TypeError, OverflowError) as error:
-            raise ValueError(f"this is no forecast: {error}") from error
+            raise ValueError(f"this is not a forecast: {error}") from error
         if any(not 0 <= slot < WEEK_SLOTS for slot in forecast._peaks):
-            raise ValueError(f"this is no forecast: hours of a week are 0 to below {WEEK_HOURS}")
+            raise ValueError(f"this is not a forecast: hours of a week are 0 to below {WEEK_HOURS}")
         return forecast
 
     def _learn(self, slot: int, peak: float) -> None:

@@ -1,9 +1,9 @@
-"""Harness for any agent that is a program: run unchanged in a sandbox, with the model behind the usual base URL.
+"""Harness for any agent that is a program: it runs unchanged in a sandbox and finds the model at the usual base URL.
 
-    command {prompt} … ──OpenAI or Anthropic HTTP──▶ the one place that its sandbox may reach: the gateway
+    command {prompt} … ──OpenAI or Anthropic HTTP──▶ the gateway, the one place that its sandbox may reach
 
-Owns the command line, the variables by which the common clients find their model, and what the end of the program
-means. Knows nothing of the conversation: the gateway records it. Does not grade.
+Owns the command line, the environment variables by which common clients find their model, and the meaning of the
+program's end. Knows nothing of the conversation: the gateway records it. Does not grade.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from etude.sandboxes.folder_sandbox import ARGUMENT_LIMIT_BYTES
 from etude.types import Task
 
 SUBMIT, TIMEOUT = "submit", "timeout"
-"""Reasons of a program's end: its exit code said so, or it had to be stopped. Else the reason is ``exit N``."""
+"""Reasons of a program's end: a success code, or the time limit. Any other end is ``exit N``."""
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
-"""For the gateway to say how the calls of a session fared."""
+"""For the gateway's answer about the queue times of a session."""
 WAITED_SHARE = 0.1
-"""Share of a program's time: one that ran out of it, whose calls waited longer than this for an engine, might have come
-to its end without. The milliseconds that calls stand in line on a good day are no reason to try again.
+"""Share of the time limit. A program that timed out after its calls had waited longer than this for an engine may have
+finished otherwise, so it is tried again; the milliseconds of a normal queue are no reason to.
 """
 LAST_CALLS, LAST_CALL_S = 20, 0.1
-"""Requests to the gateway, and the pause between them, until the last calls are over."""
+"""Most requests to the gateway until the last calls are over, and the pause between them."""
 PRINTED_CHARACTERS = 500
-"""Kept of the end of what a program printed."""
+"""Length of the end of a program's output that is recorded."""
 FILLED_IN = re.compile("{(" + "|".join(PLACEHOLDERS) + ")}")
 
 
@@ -54,7 +54,7 @@ class CommandHarness:
         return cls(options, context.http, workdir=WORKDIR)
 
     async def check(self, sandbox: Sandbox) -> None:
-        """Raise :class:`~etude.errors.ConfigError` unless the program is there to be run."""
+        """Raise :class:`~etude.errors.ConfigError` unless the program can be found in the sandbox."""
         program = self._config.command[0]
         variables = [f"{name}={text}" for name, text in self._config.environment.items()]
         result = await sandbox.exec(["env", *variables, "sh", "-c", 'command -v -- "$0" >/dev/null', program])
@@ -67,13 +67,13 @@ class CommandHarness:
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
         """Run the program to its end or deadline.
 
-        ``submit`` for one of the recipe's success codes, ``timeout`` when time ran out, ``exit N`` for any other end;
-        all of these are graded, 126 and 127 as well: that a program can be started is known from :meth:`check`, so
-        they may be its agent's last command's. Counts nothing: what the agent did is the program's own affair.
-        Raises :class:`~etude.errors.ConfigError` for a prompt that no command line takes; and where it may not have
-        been the model, :class:`~etude.errors.EngineUnavailable` or :class:`~etude.errors.SessionLost`: the gateway is
-        gone or does not know the session, the last call found no engine, or of the time that ran out more than
-        ``WAITED_SHARE`` was waiting for one.
+        The reason is ``submit`` for one of the recipe's success codes, ``timeout`` at the time limit, ``exit N`` for
+        any other end. All of these are graded, 126 and 127 as well: :meth:`check` has shown that the program can be
+        started, so they may be the exit codes of its agent's last command. Counts nothing of what the agent did.
+        Raises :class:`~etude.errors.ConfigError` for a prompt that is too long for a command line, and
+        :class:`~etude.errors.EngineUnavailable` or :class:`~etude.errors.SessionLost` if the failure may not have been
+        the model's: the gateway is gone or does not know the session, the last call found no engine, or the program
+        timed out after its calls had waited longer than ``WAITED_SHARE`` of the limit.
         """
         values = {
             "prompt": task.prompt,
@@ -97,7 +97,7 @@ class CommandHarness:
         return HarnessResult(reason=reason, counts={}, printed=last_words(result))
 
     async def _check_service(self, session: Session, reason: str) -> None:
-        """Check that engines answered. Calls of a program that was killed end a moment after it."""
+        """Check that engines answered. The calls of a killed program end a moment after it."""
         times = await self._queue_time(session)
         for _ in range(LAST_CALLS):
             if not times["calls"]:
@@ -160,7 +160,7 @@ def fill_in(text: str, values: Mapping[str, str]) -> str:
 
 
 def _check_length(argv: Sequence[str], task: Task) -> None:
-    """Refuse by name what a sandbox would only call too long."""
+    """Refuse a command line that is too long, with the name of the task, which a sandbox would not give."""
     size_bytes = sum(len(argument.encode("utf-8", "surrogatepass")) + 1 for argument in argv)
     if size_bytes > ARGUMENT_LIMIT_BYTES:
         raise ConfigError(

@@ -201,7 +201,7 @@ class Recall:
         self.seen = 0
         """Facts shown by the time of a summary, added up over summaries."""
         self.recalled = 0
-        """Those of them that the summary has."""
+        """Facts among them that the summary has."""
 
     def show(self, text: str) -> None:
         """The model was shown ``text``."""

@@ -33,7 +33,7 @@ from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.types import Disposition, Group, ObservedSession, Rollout, RolloutStatus, Task
 
 ALIKE_CHARACTERS = 60
-"""Reasons that have so many in common at their beginning are counted as one."""
+"""Length of a common beginning from which reasons are counted as one."""
 Comparison: TypeAlias = Literal["<", "<=", "=", ">=", ">", "!="]
 """Comparison of a reward with a bound."""
 COMPARISON = re.compile(rf"\s*({'|'.join(sorted(get_args(Comparison), key=len, reverse=True))})\s*(\S+)\s*")
@@ -207,8 +207,7 @@ class Archive(LedgerConnection):
 
     def census(self) -> list[Census]:
         """The contents of every purpose, training first."""
-        matches = self._db.read(_census)
-        return sorted(matches, key=lambda census: (census.purpose != TRAIN, census.purpose))
+        return sorted(self._db.read(_census), key=lambda census: (census.purpose != TRAIN, census.purpose))
 
     def reasons(self, purpose: str, limit: int) -> list[tuple[RolloutStatus, str, int]]:
         """The most frequent reasons why rollouts of a purpose ended: how, why, how many.

@@ -64,7 +64,7 @@ class LiveAdmission(StrEnum):
     STALE = "stale"
     """Its group is there, dropped: no batch will have it."""
     QUARANTINED = "quarantined"
-    """Likewise, because of its user."""
+    """Its group is there, dropped because of its user."""
     DUPLICATE = "duplicate"
     """It was offered before: nothing changed."""
 
@@ -224,7 +224,7 @@ def is_waiting(db: Database, step: int, num_groups: Mapping[str, int]) -> bool:
 def claim_batch(
     db: Database, step: int, num_groups: Mapping[str, int], own_lease: Lease | None
 ) -> list[tuple[str, int]] | None:
-    """Give a step its groups, so many of each purpose, or the ones that it has; ``None`` when they are not complete."""
+    """Give a step its groups, a fixed number of each purpose, or the ones that it has; ``None`` while incomplete."""
     _check_trainer(db, own_lease)
     if rows.step_state(db, step) is StepState.CLAIMED:
         return rows.groups_of_step(db, step)

@@ -364,7 +364,7 @@ class Leases:
             self._db.lease = None
 
     def silent(self, names: Sequence[str]) -> list[Lease]:
-        """Those of the named leases whose holders were silent for a term of such calls."""
+        """The named leases whose holders were silent for a term of such calls."""
         seen = [self.look(name) for name in names if name != ANY_WORKER]
         silent = self._others.silent(seen, self._clock.now())
         return [lease for lease in seen if lease.name in silent]

@@ -1,4 +1,4 @@
-"""The live sessions of a ledger: groups of one that come whole, are admitted once, and can be erased."""
+"""The live sessions of a ledger: groups of one rollout that arrive complete, are admitted once, and can be erased."""
 
 from functools import partial
 
@@ -13,18 +13,18 @@ from etude.types import NamedChecks, ObservedSession, PayloadRef, Rollout, Split
 
 
 class LiveGroups:
-    """Live sessions, as one connection offers, looks back on and erases them."""
+    """Admits, reads and erases live sessions over one connection."""
 
     def __init__(self, transactions: Transactions, turns: StoredTurns) -> None:
         self._db = transactions
         self._turns = turns
 
     def admit(self, rollout: Rollout, observed: ObservedSession, *, version: int, kept_below: int) -> LiveAdmission:
-        """Offer a live session whose reward is known: its group is ready at once, or dropped: as stale, or quarantined.
+        """Offer a live session with its reward: its group is ready at once, or dropped as stale or quarantined.
 
-        One transaction finds that the session is new, compares ``kept_below`` with the live groups that are kept, and
-        writes group, rollout and observation. So a session is trained on at most once, whoever offers it how often,
-        and whoever dies meanwhile. ``version`` is the oldest that sampled a token of it.
+        One transaction checks that the session is new, compares ``kept_below`` with the live groups that are kept, and
+        writes group, rollout and observation. So a session is trained on at most once, however often it is offered and
+        whichever process dies meanwhile. ``version`` is the oldest that sampled a token of it.
         """
         observation = observed.observation
         task = live_task(observed.session_id, observation.template)
@@ -33,15 +33,15 @@ class LiveGroups:
         return self._db.write(lambda db: changes.admit_live(db, group, rollout, turns, encoded, kept_below))
 
     def observed(self, limit: int, *, before_step: int | None = None) -> list[ObservedSession]:
-        """The newest live sessions, the oldest of them first; with ``before_step`` those that earlier steps claimed."""
+        """The newest live sessions, oldest first; with ``before_step`` only those that earlier steps claimed."""
         records = self._db.read(lambda db: rows.observed_records(db, limit, before_step)) if limit else []
         return [decode_observed(record) for record in records]
 
     def erase(self, session_id: str) -> ErasedSession:
-        """Remove what a live session left here, its turns in the payloads included, whoever dies meanwhile; see
-        :func:`~etude.ledger.changes.erase_live`. To be called again while a step computes with it.
+        """Remove all traces of a live session, its turns in the payloads included, even if processes die meanwhile; see
+        :func:`~etude.ledger.changes.erase_live`. Has to be called again while a step computes with the session.
 
-        Routes and masks of its turns went when the step that learnt from it was committed, or are removed now.
+        Routes and masks of its turns were removed when the step that learnt from it was committed, or are removed now.
         """
         payloads, bulky = self._turns.payloads, self._bulky_of(session_id)
         erased = self._db.write(lambda db: changes.erase_live(db, session_id))
@@ -53,7 +53,7 @@ class LiveGroups:
         return erased
 
     def of_user(self, user: str) -> list[str]:
-        """Ids of the live sessions of a user, by pseudonym, that were offered."""
+        """Ids of the offered live sessions of a user, by pseudonym."""
         return self._db.read(lambda db: rows.sessions_of_user(db, user))
 
     def _bulky_of(self, session_id: str) -> list[PayloadRef]:
@@ -66,7 +66,7 @@ class LiveGroups:
 
 
 def live_task(session_id: str, template: str) -> Task:
-    """The task of a live session: what was asked is in its turns, and no grader will be called."""
+    """The task of a live session: its prompt is in its turns, and no grader will be called."""
     checks = NamedChecks(grader=LIVE)
     return Task(
         task_id=session_id, family=LIVE, template=template, split=Split.TRAIN, prompt="", files={}, checks=checks

@@ -86,7 +86,7 @@ class Payloads:
         return replace(turn, routes=None, sampling_mask=None, payload=ref)
 
     def stow_turns(self, turns: Sequence[Turn], rollout_id: str) -> PayloadRef:
-        """Store the turns of a rollout. Raises ``ValueError`` for one whose routes or kept sets are in memory."""
+        """Store the turns of a rollout. Raises ``ValueError`` for one whose routes or sampling masks are in memory."""
         return self._put(encode_turns(turns, rollout_id), _turns_key)
 
     def fetch_turns(self, ref: PayloadRef) -> tuple[Turn, ...]:
@@ -191,7 +191,7 @@ class Payloads:
 
 
 NamedTurns = Callable[[Sequence[str]], Collection[str]]
-"""Those of some digests of turns that rows of the ledger refer to."""
+"""Filters digests of turns: those that rows of the ledger refer to."""
 _KeyOf = Callable[[PayloadRef], str]
 
 

@@ -67,7 +67,7 @@ KIND = "kind"
 def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
     """A rollout with all its turns, or without; the size is that of their blob plus a few hundred bytes.
 
-    Raises ``ValueError`` for a turn whose routes or kept sets were not written to a file before.
+    Raises ``ValueError`` for a turn whose routes or sampling mask were not written to a file first.
     """
     header = {
         "rollout_id": rollout.rollout_id,

@@ -286,7 +286,7 @@ def rollout_row(row: Row) -> RolloutRow:
 
 
 def named_turns(db: Database, digests: Sequence[str]) -> set[str]:
-    """Those of some objects with turns that a rollout refers to."""
+    """The digests of turns, among ``digests``, that a rollout refers to."""
     sql = f"SELECT DISTINCT turns_digest FROM rollouts WHERE turns_digest IN ({', '.join('?' * len(digests))})"
     return {digest for (digest,) in db.execute(sql, *digests)} if digests else set()
 
@@ -413,13 +413,13 @@ def put_lease(db: Database, lease: Lease) -> None:
 
 
 def other_workers(db: Database, purpose: str, mine: str) -> list[str]:
-    """The seats but mine under which open groups of a purpose are being filled."""
+    """Names of the workers other than ``mine`` that fill open groups of a purpose."""
     sql = "SELECT DISTINCT seat FROM groups WHERE purpose = ? AND state = 'open' AND seat <> ?"
     return [worker for (worker,) in db.execute(sql, purpose, mine)]
 
 
 def reassign_groups(db: Database, purpose: str, worker: str, to: str) -> None:
-    """Hand the open groups of a seat to another one."""
+    """Hand the open groups of a worker to another one."""
     sql = "UPDATE groups SET seat = ? WHERE purpose = ? AND state = 'open' AND seat = ?"
     db.execute(sql, to, purpose, worker)
 

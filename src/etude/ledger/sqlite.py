@@ -29,9 +29,9 @@ PASSING = frozenset(
         sqlite3.SQLITE_PROTOCOL,
     }
 )
-"""Primary result codes of a machine that may recover: locks, full disks, a folder that is away for a moment."""
+"""Primary result codes of temporary faults: locks, full disks, a folder that is unreachable for a moment."""
 LASTING = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-"""Those of a file that no longer is what was written."""
+"""Primary result codes of a damaged file."""
 PRIMARY = 0xFF
 """The bits of a result code that hold the primary one."""
 

@@ -111,7 +111,7 @@ class GroupSlots:
     size: int
     endings: tuple[EndedAttempt, ...] = ()
     lost: frozenset[int] = frozenset()
-    """Those whose attempts are used up."""
+    """Slots whose attempts are used up."""
 
     @property
     def due(self) -> dict[int, int]:

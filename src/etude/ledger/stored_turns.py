@@ -38,7 +38,7 @@ class StoredTurns:
         return self.payloads.stow_turns(rollout.turns, rollout.rollout_id)
 
     def named(self, digests: Sequence[str]) -> set[str]:
-        """Those of some objects with turns that a rollout refers to."""
+        """The digests of turns, among ``digests``, that a rollout refers to."""
         some = few(digests, AT_ONCE)
         return {digest for each in some for digest in self._db.read(partial(_named_turns, each))}
 
@@ -49,7 +49,7 @@ class StoredTurns:
 
 
 def few(items: Sequence[Item], most: int) -> Iterator[Sequence[Item]]:
-    """``items``, so many at a time."""
+    """``items`` in batches."""
     return (items[start : start + most] for start in range(0, len(items), most))
 
 

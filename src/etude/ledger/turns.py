@@ -1,7 +1,7 @@
 """The turns of a session as one blob of arrays: how they leave the gateway, and how they lie in a ledger's record.
 
 Owns the form: a safetensors file whose arrays hold all turns end to end. Per-token data never becomes JSON. Routes and
-kept sets do not travel: they lie in payload files (:mod:`etude.ledger.payloads`), a turn refers to them.
+sampling masks do not travel: they are in payload files (:mod:`etude.ledger.payloads`), to which a turn refers.
 
 Every turn of a conversation reads again what the turns before it read, so prompts that were written out would grow with
 the square of its length. Those of one branch lie in one array wherever they are kept, and here, too: prompts that begin
@@ -65,11 +65,11 @@ KINDS = tuple(TurnKind)
 def encode_turns(turns: Sequence[Turn], rollout_id: str = "") -> bytes:
     """All turns as one safetensors file, whose metadata name their rollout.
 
-    Raises ``ValueError`` for a turn whose routes or kept sets are in memory.
+    Raises ``ValueError`` for a turn whose routes or sampling mask are in memory.
     """
     for index, turn in enumerate(turns):
         if turn.routes is not None or turn.sampling_mask is not None:
-            raise ValueError(f"turn {index} holds routes or kept sets: stow them in a payload file first")
+            raise ValueError(f"turn {index} holds routes or a sampling mask: store them in a payload file first")
     refs = [turn.payload for turn in turns]
     digests = b"".join(bytes(DIGEST_BYTES) if ref is None else bytes.fromhex(ref.digest) for ref in refs)
     prompts = [np.ascontiguousarray(turn.prompt_ids, np.int32) for turn in turns]
@@ -99,7 +99,7 @@ def decode_turns(data: bytes) -> tuple[Turn, ...]:
     try:
         arrays = _in_todays_form(load(data))
     except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"turns of {len(data)} bytes are no safetensors file: {error}") from error
+        raise ValueError(f"turns of {len(data)} bytes are not a safetensors file: {error}") from error
     num_turns = _check(arrays)
     for array in arrays.values():
         array.flags.writeable = False

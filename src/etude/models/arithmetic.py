@@ -163,7 +163,7 @@ class Arithmetic(Protocol):
     def logprobs(
         self, logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, mask: MaskTensors | None
     ) -> Tensor:
-        """[N] float32: log-probability of each token under softmax(logits / temperature), of the kept set if given.
+        """[N] float32: log-probability of each token under softmax(logits / temperature), within the mask if given.
 
         A temperature of 0 means greedy: the logprob is 0, and so is its gradient. Can be differentiated.
         """

@@ -410,7 +410,7 @@ def _attend(
 
 
 def pages_of(positions: int, page: int) -> int:
-    """The most pages that so many neighbouring positions lie in."""
+    """The most pages that a run of positions can span."""
     return (positions + page - 2) // page + 1
 
 

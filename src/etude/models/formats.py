@@ -176,7 +176,7 @@ def _quotient(x: Tensor, divisor: float) -> Tensor:
 
 
 def _short(scales: Tensor, bits: int) -> Tensor:
-    """Cut to so many significant bits, towards 0, so that the largest number does not overflow."""
+    """Truncate to some significant bits, towards 0, so that the largest number does not overflow."""
     return (scales.view(torch.int32) & (-1 << (FLOAT_MANTISSA_BITS + 1 - bits))).view(torch.float32)
 
 

@@ -72,7 +72,7 @@ def hf_spec(values: Mapping[str, Json], *, origin: str) -> HfSpec:
         raise UserError(f"{origin}: model_type {family!r} has more than one part: save its text model by itself")
     is_causal = not config.is_encoder_decoder and getattr(config, "is_decoder", True)
     if not is_causal or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"{origin}: model_type {family!r} is no causal language model of transformers")
+        raise UserError(f"{origin}: model_type {family!r} is not a causal language model of transformers")
     heads = _size(config, "num_attention_heads", 1)
     kv_heads = _size(config, "num_key_value_heads", heads)
     width = _size(config, "head_dim", config.hidden_size // heads)
@@ -435,7 +435,7 @@ def _layout(network: Any) -> list[_TensorPlace]:
     for name, tensor in saved.items():
         owner = storages.get(tensor.untyped_storage()._cdata)
         if owner is None:
-            raise UserError(f"{type(network).__name__}: {name!r} of its checkpoints is no part of a parameter")
+            raise UserError(f"{type(network).__name__}: {name!r} of its checkpoints is not a part of a parameter")
         places.append(
             _TensorPlace(
                 name=name,

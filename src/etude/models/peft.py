@@ -71,7 +71,7 @@ def read_peft(folder: Path, model: Decoder, spec: AdapterSpec) -> dict[str, Tens
         tensors = load_file(folder / WEIGHTS_FILE)
         rank, scale = int(config["r"]), float(config["lora_alpha"]) / int(config["r"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise DamagedError(f"{folder} is no PEFT folder that can be read: {error!r}") from error
+        raise DamagedError(f"{folder} is not a PEFT folder that can be read: {error!r}") from error
     if special := [key for key in PLAIN if config.get(key) not in (None, False, "none", {}, [])]:
         raise UserError(f"{folder / CONFIG_FILE}: {special[0]} = {config[special[0]]!r} is not supported")
     if rank > spec.rank or scale != spec.scale:

@@ -235,9 +235,9 @@ class ExpertsSpec:
     normalise: bool = True
     """True if the gates of a token are divided by their sum."""
     groups: int = 1
-    """Experts are split into so many groups of neighbours …"""
+    """Number of groups of neighbours into which experts are split …"""
     top_groups: int = 1
-    """… and chosen from so many of them."""
+    """… and number of groups from which they are chosen."""
     scale: float = 1.0
     """Factor of gates."""
     bias: bool = False
@@ -274,7 +274,7 @@ class WindowSpec:
 
 
 GROUP_WITNESSES = 2
-"""A group is judged by the sum of so many of its best experts (arXiv 2412.19437 §2.1.2)."""
+"""Number of a group's best experts whose sum ranks the group (arXiv 2412.19437 §2.1.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

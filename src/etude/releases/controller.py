@@ -26,7 +26,7 @@ from etude.releases.states import (
     former_release,
     live_release,
     move_release,
-    release_on_the_way,
+    pending_release,
 )
 from etude.routing_table import RoutingTable
 from etude.types import Json
@@ -41,11 +41,11 @@ class ShadowFacts:
 
     calls: int
     failures: int
-    """Those that it did not answer, or answered with what is no reply."""
+    """Calls that it did not answer, or not with a reply."""
     seconds: float
     """Sum over its answers."""
     live_seconds: float
-    """Those of the answers that users got to the same calls."""
+    """Sum over the answers that users got to the same calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +83,7 @@ class ReleaseFacts:
     gate_failure: str = ""
     """The reason for which it cannot be."""
     approved_by: frozenset[str] = frozenset()
-    """People who agree with the version that is on its way."""
+    """People who approved the pending version."""
     shadow: ShadowFacts | None = None
     canary: CanaryFacts | None = None
     rollback_by: str = ""
@@ -130,21 +130,21 @@ class ReleaseController:
 
     def decide(self, facts: ReleaseFacts) -> ReleaseDecision | None:
         """The next decision; ``None`` while there is nothing to decide."""
-        way = release_on_the_way(facts.releases)
+        pending = pending_release(facts.releases)
         live = live_release(facts.releases)
         if facts.rollback_by:
-            return self._go_back(facts, way, live)
-        if way is None:
+            return self._go_back(facts, pending, live)
+        if pending is None:
             return self._next_candidate(facts, live)
-        match way.state:
+        match pending.state:
             case ReleaseState.CANDIDATE:
-                return self._gate(facts, way, live)
+                return self._gate(facts, pending, live)
             case ReleaseState.GATED:
-                return self._admit(facts, way, live)
+                return self._admit(facts, pending, live)
             case ReleaseState.SHADOW:
-                return self._look_at_shadow(facts, way, live)
+                return self._look_at_shadow(facts, pending, live)
             case _:
-                return self._look_at_canary(facts, way, live)
+                return self._look_at_canary(facts, pending, live)
 
     def _next_candidate(self, facts: ReleaseFacts, live: Release | None) -> ReleaseDecision | None:
         """The newest version that is due; a copy of what users have takes its place without a look, as it is the same.
@@ -183,21 +183,21 @@ class ReleaseController:
     def _is_due(self, version: int) -> bool:
         return version >= self._first and (version - self._first) % self._config.every_steps == 0
 
-    def _gate(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
+    def _gate(self, facts: ReleaseFacts, pending: Release, live: Release | None) -> ReleaseDecision | None:
         if facts.gate_failure:
-            return self._take_back(way, ReleaseState.REJECTED, facts.gate_failure, {}, live)
+            return self._take_back(pending, ReleaseState.REJECTED, facts.gate_failure, {}, live)
         if facts.gate is None:
             return None
         results = checks(facts.gate, self._config)
         evidence, failed = evidence_of(facts.gate, results), [check for check in results if not check.passed]
         if failed:
             reason = "; ".join(f"{check.name}: {check.says}" for check in failed)
-            return self._take_back(way, ReleaseState.REJECTED, reason, evidence, live)
+            return self._take_back(pending, ReleaseState.REJECTED, reason, evidence, live)
         return ReleaseDecision(
-            moves=(ReleaseMove(release=way, to=ReleaseState.GATED, reason="passed the gate", evidence=evidence),)
+            moves=(ReleaseMove(release=pending, to=ReleaseState.GATED, reason="passed the gate", evidence=evidence),)
         )
 
-    def _admit(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
+    def _admit(self, facts: ReleaseFacts, pending: Release, live: Release | None) -> ReleaseDecision | None:
         """From the gate to users, once enough people agree."""
         if len(facts.approved_by) < self._config.approvals:
             return None
@@ -205,12 +205,12 @@ class ReleaseController:
         if live is None:
             reason = "the first release: there is nobody to compare it with"
             return ReleaseDecision(
-                moves=(ReleaseMove(release=way, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),)
+                moves=(ReleaseMove(release=pending, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),)
             )
         to = ReleaseState.SHADOW if self._config.shadow_sessions else ReleaseState.CANARY
-        return ReleaseDecision(moves=(ReleaseMove(release=way, to=to, reason="approved", evidence=evidence),))
+        return ReleaseDecision(moves=(ReleaseMove(release=pending, to=to, reason="approved", evidence=evidence),))
 
-    def _look_at_shadow(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
+    def _look_at_shadow(self, facts: ReleaseFacts, pending: Release, live: Release | None) -> ReleaseDecision | None:
         shadow, config = facts.shadow, self._config
         if shadow is None or shadow.calls < config.shadow_sessions:
             return None
@@ -218,47 +218,47 @@ class ReleaseController:
         failures = shadow.failures / shadow.calls
         if failures > config.max_shadow_failures:
             reason = f"shadow: {failures:.1%} of calls failed, at most {config.max_shadow_failures:.1%}"
-            return self._take_back(way, ReleaseState.REJECTED, reason, evidence, live)
+            return self._take_back(pending, ReleaseState.REJECTED, reason, evidence, live)
         if shadow.seconds > config.max_latency_ratio * shadow.live_seconds:
             reason = f"shadow: {shadow.seconds:.1f} s where users waited {shadow.live_seconds:.1f} s"
-            return self._take_back(way, ReleaseState.REJECTED, reason, evidence, live)
+            return self._take_back(pending, ReleaseState.REJECTED, reason, evidence, live)
         return ReleaseDecision(
-            moves=(ReleaseMove(release=way, to=ReleaseState.CANARY, reason="shadow passed", evidence=evidence),)
+            moves=(ReleaseMove(release=pending, to=ReleaseState.CANARY, reason="shadow passed", evidence=evidence),)
         )
 
-    def _look_at_canary(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
+    def _look_at_canary(self, facts: ReleaseFacts, pending: Release, live: Release | None) -> ReleaseDecision | None:
         config, canary = self._config, facts.canary
         assert live is not None, "a canary is compared with what users have"
         if canary is None:
             return None
-        share = config.canary_shares[way.stage]
-        evidence = self.canary_evidence(canary, way)
+        share = config.canary_shares[pending.stage]
+        evidence = self.canary_evidence(canary, pending)
         mismatch = mismatch_p_value(canary.control.users, canary.treatment.users, share)
         seen = self._differences(canary)
         if mismatch < self._harm.alpha:
             reason = f"sample-ratio mismatch: {canary.treatment.users} users of {share:.0%} (p = {mismatch:.1g})"
-            return self._take_back(way, ReleaseState.ROLLED_BACK, reason, evidence, live)
+            return self._take_back(pending, ReleaseState.ROLLED_BACK, reason, evidence, live)
         for metric in self._metrics:
             difference = seen[metric.name]
             if difference is not None and self._counts(difference) and gain(difference, metric)[1] < -metric.margin:
                 reason = f"{metric.name} is worse: {_words(difference)}, margin {metric.margin:g}"
-                return self._take_back(way, ReleaseState.ROLLED_BACK, reason, evidence, live)
+                return self._take_back(pending, ReleaseState.ROLLED_BACK, reason, evidence, live)
         if canary.treatment.sessions < config.min_sessions or canary.treatment.users < config.min_users:
             return None
-        if way.stage + 1 < len(config.canary_shares):
+        if pending.stage + 1 < len(config.canary_shares):
             reason = f"no harm at {share:.0%}"
             move = ReleaseMove(
-                release=way, to=ReleaseState.CANARY, reason=reason, evidence=evidence, stage=way.stage + 1
+                release=pending, to=ReleaseState.CANARY, reason=reason, evidence=evidence, stage=pending.stage + 1
             )
             return ReleaseDecision(moves=(move,))
-        return self._conclude(canary, way, live, evidence)
+        return self._conclude(canary, pending, live, evidence)
 
-    def canary_evidence(self, canary: CanaryFacts, way: Release) -> dict[str, Json]:
+    def canary_evidence(self, canary: CanaryFacts, pending: Release) -> dict[str, Json]:
         """The figures of a canary by which it is rolled back or goes on, as JSON."""
-        share = self._config.canary_shares[way.stage]
+        share = self._config.canary_shares[pending.stage]
         seen = self._differences(canary)
         return {
-            "stage": way.stage,
+            "stage": pending.stage,
             "share": share,
             "users": [canary.control.users, canary.treatment.users],
             "sessions": [canary.control.sessions, canary.treatment.sessions],
@@ -275,7 +275,7 @@ class ReleaseController:
         return {metric.name: self._harm.difference(*canary.sums[metric.name]) for metric in self._metrics}
 
     def _conclude(
-        self, canary: CanaryFacts, way: Release, live: Release, evidence: dict[str, Json]
+        self, canary: CanaryFacts, pending: Release, live: Release, evidence: dict[str, Json]
     ) -> ReleaseDecision | None:
         """Promote with proof, take back without it when sessions are used up."""
         metric, most = self._config.metric, self._config.max_sessions
@@ -284,20 +284,20 @@ class ReleaseController:
         if difference is not None and self._counts(difference) and gain(difference, metric)[0] > -metric.margin:
             reason = f"{metric.name}: {_words(difference)}, must be above {-metric.margin:g}"
             return ReleaseDecision(moves=(
-                ReleaseMove(release=way, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),
-                ReleaseMove(release=live, to=ReleaseState.SUPERSEDED, reason=f"version {way.version} was released"),
+                ReleaseMove(release=pending, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),
+                ReleaseMove(release=live, to=ReleaseState.SUPERSEDED, reason=f"version {pending.version} was released"),
             ))  # fmt: skip
         if canary.treatment.sessions >= most:
             reason = f"inconclusive: {metric.name} was proven neither way in {canary.treatment.sessions} sessions"
-            return self._take_back(way, ReleaseState.ROLLED_BACK, reason, evidence, live)
+            return self._take_back(pending, ReleaseState.ROLLED_BACK, reason, evidence, live)
         return None
 
-    def _go_back(self, facts: ReleaseFacts, way: Release | None, live: Release | None) -> ReleaseDecision | None:
-        """A person's rollback: of what is on its way, else of what is released."""
+    def _go_back(self, facts: ReleaseFacts, pending: Release | None, live: Release | None) -> ReleaseDecision | None:
+        """Roll back on a person's request: the pending version, else the released one."""
         by = facts.rollback_by
-        if way is not None:
-            to = ReleaseState.ROLLED_BACK if way.state is ReleaseState.CANARY else ReleaseState.REJECTED
-            return self._take_back(way, to, "a person went back", {}, live, by)
+        if pending is not None:
+            to = ReleaseState.ROLLED_BACK if pending.state is ReleaseState.CANARY else ReleaseState.REJECTED
+            return self._take_back(pending, to, "a person went back", {}, live, by)
         former = former_release(facts.releases)
         if live is None or former is None:
             return None
@@ -313,7 +313,7 @@ class ReleaseController:
 
     def _take_back(
         self,
-        way: Release,
+        pending: Release,
         to: ReleaseState,
         reason: str,
         evidence: Mapping[str, Json],
@@ -321,7 +321,7 @@ class ReleaseController:
         by: str = "",
     ) -> ReleaseDecision:
         assert to in TAKEN_BACK
-        move = ReleaseMove(release=way, to=to, reason=reason, evidence=evidence, stage=way.stage, by=by)
+        move = ReleaseMove(release=pending, to=to, reason=reason, evidence=evidence, stage=pending.stage, by=by)
         return ReleaseDecision(moves=(move,), load=live.version if live is not None and self._config.revert else None)
 
     def _counts(self, difference: ArmDifference) -> bool:
@@ -333,10 +333,10 @@ class ReleaseController:
 
 
 def canary_facts(
-    metrics: ArmMetrics, config: ReleaseConfig, way: Release | None, table: RoutingTable | None
+    metrics: ArmMetrics, config: ReleaseConfig, pending: Release | None, table: RoutingTable | None
 ) -> CanaryFacts | None:
     """Users of the present stage of a canary: those whose sessions began under the present table."""
-    if way is None or way.state is not ReleaseState.CANARY or table is None or table.canary is None:
+    if pending is None or pending.state is not ReleaseState.CANARY or table is None or table.canary is None:
         return None
     labels = table.label(table.live), table.label(table.canary)
     names = [config.metric.name, *(guardrail.name for guardrail in config.guardrails)]

@@ -58,7 +58,7 @@ class MissingTries:
 
     @property
     def share(self) -> float:
-        """Those that are missing, of all."""
+        """Share of the tries that are missing."""
         return self.missing / self.planned
 
 
@@ -71,7 +71,7 @@ class GateFacts:
     tries: int
     """Its tries of all evaluations."""
     cheats: int
-    """Those of them that look like cheating."""
+    """Tries that look like cheating."""
     parity: bool | None = None
     """True if engine and trainer compute the same numbers from its weights; ``None`` where it cannot be compared."""
     against: Against | None = None

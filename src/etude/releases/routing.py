@@ -54,7 +54,7 @@ def held_arm(table: RoutingTable, engine: int, engines: int) -> Arm:
 
 
 def _in_state(releases: Sequence[Release], state: ReleaseState) -> Release | None:
-    """The release that is in a state; of those on their way there is one at most."""
+    """The release that is in a state; at most one is pending."""
     return next((release for release in releases if release.state is state), None)
 
 

@@ -52,7 +52,7 @@ RELEASE_MOVES: Mapping[ReleaseState, frozenset[ReleaseState]] = MappingProxyType
 )
 """State of a release → where it may go."""
 
-ON_THE_WAY = frozenset({ReleaseState.CANDIDATE, ReleaseState.GATED, ReleaseState.SHADOW, ReleaseState.CANARY})
+PENDING_STATES = frozenset({ReleaseState.CANDIDATE, ReleaseState.GATED, ReleaseState.SHADOW, ReleaseState.CANARY})
 """States of a release that is not decided yet; of those there is one at a time."""
 TAKEN_BACK = frozenset({ReleaseState.REJECTED, ReleaseState.ROLLED_BACK})
 """States behind which the trainer goes back to what users have."""
@@ -84,9 +84,9 @@ class Release:
     """Checkpoint that was proposed and that its weights come from; empty for what the trainer learnt."""
 
 
-def release_on_the_way(releases: Sequence[Release]) -> Release | None:
-    """The release that is not decided yet."""
-    return next((release for release in releases if release.state in ON_THE_WAY), None)
+def pending_release(releases: Sequence[Release]) -> Release | None:
+    """The release that is neither accepted nor rejected yet."""
+    return next((release for release in releases if release.state in PENDING_STATES), None)
 
 
 def live_release(releases: Sequence[Release]) -> Release | None:
@@ -95,8 +95,8 @@ def live_release(releases: Sequence[Release]) -> Release | None:
 
 
 def release_to_take_back(releases: Sequence[Release]) -> Release | None:
-    """The release that a rollback takes back: what is on its way, else what users have."""
-    return release_on_the_way(releases) or live_release(releases)
+    """The release that a rollback takes back: the pending one, else the one that users have."""
+    return pending_release(releases) or live_release(releases)
 
 
 def former_release(releases: Sequence[Release]) -> Release | None:

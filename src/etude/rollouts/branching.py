@@ -80,7 +80,7 @@ class Bundles:
         return any(place_of(other) == place_of(slot) for other in self._waiting.get(self._parent(slot), ()))
 
     def admit(self, slots: Iterable[OpenSlot]) -> list[OpenSlot]:
-        """Those of ``slots`` that may start: parents, and slots whose parent is not open. The others wait."""
+        """The ``slots`` that may start: parents, and slots whose parent is not open. The others wait."""
         slots = list(slots)
         if self._size > 1:
             for slot in slots:

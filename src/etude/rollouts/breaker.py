@@ -36,7 +36,7 @@ attempt of some slot, and is over a tenth later than it was.
 FEWEST_PROBES = 5
 """Failed ones before anything is given up: a process that was suspended through an outage has not tried yet."""
 FIRST_OUTAGE_S = 60.0
-"""Patience of a process of which no rollout ever succeeded: more likely something was never right."""
+"""Longest outage of a process of which no rollout ever succeeded: more likely something was never right."""
 
 
 class Circuit(StrEnum):

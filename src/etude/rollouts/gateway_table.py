@@ -38,7 +38,7 @@ class GatewayTable:
     """The gateways of a run, by URL."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        """Those to begin with; of a region none may be known yet."""
+        """``urls`` are the first gateways; those of a region may be unknown yet."""
         self._gateways: dict[str, _GatewayRecord] = {}
         self._choices = count(1)
         self._version = UNHEARD

@@ -49,7 +49,7 @@ class TaskFacts:
 
     @classmethod
     def none(cls, size: int) -> "TaskFacts":
-        """Facts of so many tasks that were never drawn."""
+        """Facts of ``size`` tasks that were never drawn."""
         zeros = np.zeros(size)
         return cls(
             drawn_N=np.full(size, NEVER),

@@ -21,7 +21,7 @@ from etude.closing import Closing
 from etude.errors import DamagedError
 from etude.run.folder import RunFolder
 from etude.run.phase_folders import place as place_folder
-from etude.run.run_url import open_stored
+from etude.run.run_url import open_run_files
 from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import StoredFile, StoredFiles, stored_file
 from etude.trainer.checkpoint import KEEP, MANIFEST
@@ -40,7 +40,7 @@ class CheckpointCopies(Closing):
 
     def __init__(self, folder: RunFolder, outages: StoreOutages, place: str = CHECKPOINTS) -> None:
         self._checkpoints = folder.path / place
-        self._stored = open_stored(folder.url, place, outages) if folder.url else None
+        self._stored = open_run_files(folder, place, outages) if folder.url else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint copies")
         self._step = 0
         self._copy: Future[None] | None = None
@@ -137,7 +137,7 @@ def restore_checkpoint(folder: RunFolder, place: str = CHECKPOINTS) -> None:
     """
     if not folder.url:
         return
-    stored, checkpoints = open_stored(folder.url, place), folder.path / place
+    stored, checkpoints = open_run_files(folder, place), folder.path / place
     newest = max(stored.numbers(), default=0)
     if newest > max(_local_steps(checkpoints), default=0):
         _restore(stored, newest, checkpoint_path(checkpoints, newest))
@@ -151,7 +151,7 @@ def copy_model(folder: RunFolder, place: str, outages: StoreOutages) -> None:
     """
     if not folder.url:
         return
-    stored, path = open_stored(folder.url, place, outages), folder.path / place
+    stored, path = open_run_files(folder, place, outages), folder.path / place
     files = {one.relative_to(path).as_posix(): stored_file(one) for one in path.rglob("*") if one.is_file()}
     for name, file in files.items():
         with (path / name).open("rb") as stream:
@@ -163,7 +163,7 @@ def copy_model(folder: RunFolder, place: str, outages: StoreOutages) -> None:
 def restore_model(folder: RunFolder, place: str) -> None:
     """Fetch a copied folder, unless this disk has it. Raises as :func:`restore_checkpoint` does."""
     if folder.url and not (folder.path / place).exists():
-        stored = open_stored(folder.url, place)
+        stored = open_run_files(folder, place)
         if stored.numbers():
             _restore(stored, ONLY, folder.path / place)
 

@@ -18,6 +18,7 @@ import socket
 import ssl
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 from aiohttp import web
@@ -36,7 +37,7 @@ STALLED_S = 60.0
 HANDSHAKE_S = 10.0
 """Longest time for TLS to begin."""
 BACKLOG = 128
-"""Connections that the kernel takes before we do; so many may come at once."""
+"""Backlog of connections that the kernel accepts: this many may arrive at once."""
 RESERVE = 256
 """Files that connections leave for everything else, among them the connections to engines: twice the backlog. At most
 half of all.
@@ -187,12 +188,14 @@ class LimitedSite(web.BaseSite):
     def __init__(
         self,
         runner: web.BaseRunner,
-        address: tuple[str, int],
+        address: tuple[str, int] | socket.socket,
         connections: Connections,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(runner, ssl_context=tls, backlog=BACKLOG)
-        self._address = address
+        """``address`` may be a socket that is bound already."""
+        self._socket = address if isinstance(address, socket.socket) else None
+        self._address: tuple[str, int] = address.getsockname()[:2] if isinstance(address, socket.socket) else address
         self._connections = connections
 
     @property
@@ -206,13 +209,15 @@ class LimitedSite(web.BaseSite):
         await super().start()
         server, connections = self._runner.server, self._connections
         assert server is not None, "the runner was set up"
-        host, port = self._address
-        self._server = await asyncio.get_running_loop().create_server(
+        listen = partial(
+            asyncio.get_running_loop().create_server,
             lambda: Connection(server, connections),
-            host,
-            port,
             ssl=self._ssl_context,
             ssl_handshake_timeout=None if self._ssl_context is None else HANDSHAKE_S,
             backlog=self._backlog,
-            reuse_address=True,
         )
+        if self._socket is not None:
+            self._server = await listen(sock=self._socket)
+        else:
+            host, port = self._address
+            self._server = await listen(host=host, port=port, reuse_address=True)

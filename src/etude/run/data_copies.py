@@ -194,11 +194,11 @@ def _members(key: str, folder: Path) -> Iterator[tuple[str, Path]]:
             elif path.is_file():
                 yield name, path.resolve()
             else:
-                raise ConfigError(f"{key}: the link {path} leads out of the folder and to no file: remove it")
+                raise ConfigError(f"{key}: the link {path} points outside of the folder, to no file: remove it")
         elif path.is_file() or path.is_dir():
             yield name, path
         else:
-            raise ConfigError(f"{key}: {path} is no file, folder or link and cannot be copied: remove it")
+            raise ConfigError(f"{key}: {path} is not a file, folder or link and cannot be copied: remove it")
 
 
 def _packed(data: DataPath, scratch: Path) -> Path:

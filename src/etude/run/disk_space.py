@@ -50,7 +50,7 @@ class DiskNeed:
 
     @classmethod
     def of(cls, config: RunConfig, parameters: int) -> "DiskNeed":
-        """Disk that a recipe takes with a model of so many parameters. Pure."""
+        """Disk space that a recipe takes with a model of a given size. Pure."""
         state, model = parameters * (MODEL_BYTES + moment_bytes(config.optimiser)), parameters * MODEL_BYTES
         trained = int(config.midtrain.tokens > 0) + int(bool(config.sft.file))
         models = len(phases_of(config)) + 1 + int(not config.model.checkpoint)  # the run's own; a random start

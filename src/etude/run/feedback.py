@@ -19,7 +19,7 @@ from etude.clock import unix_s
 from etude.config.feedback import FOLLOW_UPS
 from etude.config.recipe import RunConfig
 from etude.feedback.follow_up import FollowUpRule
-from etude.feedback.joiner import Joiner, KeptAlone
+from etude.feedback.joiner import Joiner, StoreOnlySink
 from etude.feedback.store import FeedbackStore
 from etude.ledger.ledger import Ledger
 from etude.protocols import JoinedSessions
@@ -58,7 +58,7 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
         store = stack.enter_context(open_feedback(folder))
         ledger = stack.enter_context(open_ledger(folder))
         releases = stack.enter_context(open_releases(folder))
-        sink: JoinedSessions = KeptAlone()
+        sink: JoinedSessions = StoreOnlySink()
         if config.live.groups_per_step:
             events = stack.enter_context(open_events(folder, FEEDBACK, lossy=True))
 

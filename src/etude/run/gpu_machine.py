@@ -26,7 +26,7 @@ class GpuMachine:
         match = NAME.fullmatch(name)
         if match is None or match[1] not in load_gpus():
             raise ConfigError(
-                f"{name!r} is no machine: write a GPU and how many one machine has, such as h100x8; there are "
+                f"{name!r} is not a machine: write a GPU and how many one machine has, such as h100x8; there are "
                 f"{', '.join(load_gpus())}"
             )
         kind = load_gpus()[match[1]].kind
@@ -37,5 +37,5 @@ def parse_size(text: str) -> int:
     """Bytes of ``80GB`` or ``80``, which are gigabytes. Raises :class:`~etude.errors.ConfigError`."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?) ?(?:GB)?", text)
     if match is None or not float(match[1]):
-        raise ConfigError(f"{text!r} is no size of a GPU's memory: write gigabytes, such as 80GB")
+        raise ConfigError(f"{text!r} is not a size of a GPU's memory: write gigabytes, such as 80GB")
     return int(float(match[1]) * GB)

@@ -90,5 +90,5 @@ def _shipped() -> Mapping[str, GpuSheet]:
 def gpu_sheet(gpus: Mapping[str, GpuSheet], name: str) -> GpuSheet:
     """The GPU of a name. Raises :class:`~etude.errors.ConfigError`."""
     if name not in gpus:
-        raise ConfigError(f"{name!r} is no GPU of a plan: there are {', '.join(gpus)}; describe it under [gpus.{name}]")
+        raise ConfigError(f"{name!r} is not a known GPU: there are {', '.join(gpus)}; describe it under [gpus.{name}]")
     return gpus[name]

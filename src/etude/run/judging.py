@@ -2,8 +2,8 @@
 
     [judge] ──▶ rubrics, calibrations ──▶ trusted? ──▶ endpoint (a model's, or rules served here) ──▶ parts, hints
 
-Owns wiring and where things lie: votes that were given and what was spent, in the run folder, and copies at the URL of
-the run; calibrations, beside the rubrics. Decisions are :mod:`etude.rewards.judge`'s.
+Owns the wiring and the files: votes and spending are in the run folder, with copies at the URL of the run; calibrations
+are beside the rubrics. Decisions are made in :mod:`etude.rewards.judge`.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class JudgeState:
     folder: Path
     """The run's folder."""
     worker_id: int = 0
-    """Tells the processes of a run from each other: each has files of its own."""
+    """Number of the rollouts process: each has files of its own."""
 
     @property
     def votes(self) -> Path:
@@ -92,9 +92,9 @@ class JudgeState:
 
 
 @contextlib.contextmanager
-def kept_judge(folder: RunFolder, memory: JudgeState) -> Iterator[None]:
-    """Go on with what a judge of that number has voted and spent elsewhere, and keep it at the URL of the run, while
-    the context is open; does nothing for a run without one.
+def synced_judge_state(folder: RunFolder, memory: JudgeState) -> Iterator[None]:
+    """Restore the votes and the spending of this worker's judge from the URL of the run, and copy them there while the
+    context is open; does nothing for a run without a URL.
 
     Raises :class:`~etude.errors.DamagedError` for a copy that is not whole.
     """
@@ -180,8 +180,8 @@ def calibrations_of(config: JudgeConfig) -> Mapping[str, Calibration]:
 
 
 def check_judge(config: RunConfig) -> None:
-    """Raise :class:`~etude.errors.ConfigError` for a judge that cannot be used, or for what it may cost, or is not to
-    be trusted with an aspect that a part of the reward names.
+    """Raise :class:`~etude.errors.ConfigError` for a judge that cannot be used, whose budget is too small, or that is
+    not to be trusted with an aspect that a part of the reward names.
     """
     if config.judge.kind == "none":
         return
@@ -191,8 +191,8 @@ def check_judge(config: RunConfig) -> None:
         missing = config.judge.rubrics.keys() - rules_of(config).by_aspect.keys()
         if missing:
             raise ConfigError(f"judge.rubrics: there is no rule for {', '.join(sorted(missing))}")
-    for aspect, pin in judge_fingerprints(config).items():
-        reason = distrust(calibrations.get(aspect), pin, config.judge.min_agreement)
+    for aspect, fingerprint in judge_fingerprints(config).items():
+        reason = distrust(calibrations.get(aspect), fingerprint, config.judge.min_agreement)
         if reason and aspect in aspects and not config.judge.allow_uncalibrated:
             raise ConfigError(
                 f"the judge of {aspect!r} is not to be trusted: {reason}. Run `etude judge calibrate RECIPE` and name "
@@ -201,16 +201,14 @@ def check_judge(config: RunConfig) -> None:
 
 
 def check_budget(config: RunConfig) -> None:
-    """Raise :class:`~etude.errors.ConfigError` for a budget that cannot hold one judgement of all that is asked of a
-    rollout.
-    """
+    """Raise :class:`~etude.errors.ConfigError` for a budget that is too small to judge one rollout."""
     judge, aspects = config.judge, config.reward.names("judge")
     rubrics, options = [each for aspect, each in rubrics_of(judge).items() if aspect in aspects], judge.required_options
     needed = needed_for(rubrics, judge_params(config))
-    for allowance in (rollout_budget(judge), _run_budget(judge)):
-        if not allowance.holds(needed, _prices(judge)):
+    for budget in (rollout_budget(judge), _run_budget(judge)):
+        if not budget.holds(needed, _prices(judge)):
             raise ConfigError(
-                f"{allowance}: a rollout is judged in {needed.calls} calls (judge.options.votes = {options.votes} "
+                f"{budget}: a rollout is judged in {needed.calls} calls (judge.options.votes = {options.votes} "
                 f"on each of {len(rubrics)} aspects), which take {needed.tokens} tokens where its texts are as long as "
                 f"judge.options.text_characters = {options.text_characters}; raise the former, or lower one of "
                 f"the latter"
@@ -218,10 +216,10 @@ def check_budget(config: RunConfig) -> None:
 
 
 async def check_key(config: RunConfig) -> None:
-    """Ask the recipe's judge, a model, whether it takes the key of the environment; costs nothing.
+    """Check that the endpoint of the recipe's judge accepts the key of the environment; costs nothing.
 
-    Raises :class:`~etude.errors.ConfigError` where it does not, and :class:`~etude.errors.JudgeUnavailable` where there
-    is no telling.
+    Raises :class:`~etude.errors.ConfigError` if it does not, and :class:`~etude.errors.JudgeUnavailable` if it cannot
+    be reached.
     """
     judge = config.judge.options
     assert isinstance(judge, ModelJudgeOptions), "rules are asked without a key"
@@ -243,18 +241,17 @@ async def open_judge(
     memory: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[OpenJudge | None]:
-    """The judge of a run, trusted, while the context is open; ``None`` where the recipe has none. It is asked about the
-    aspects that parts of the reward name.
+    """Check and open the judge of a run, for the aspects that parts of the reward name; ``None`` without a judge.
 
-    Without a ``memory`` nothing is remembered. Raises :class:`~etude.errors.ConfigError`.
+    Without a ``memory`` no votes or spending are stored. Raises :class:`~etude.errors.ConfigError`.
     """
     if config.judge.kind == "none":
         yield None
         return
     check_judge(config)
-    aspects, allowance = config.reward.names("judge"), rollout_budget(config.judge)
+    aspects, budget = config.reward.names("judge"), rollout_budget(config.judge)
     rubrics = {aspect: rubric for aspect, rubric in rubrics_of(config.judge).items() if aspect in aspects}
-    async with opened(config, http, memory=memory, alarm=alarm) as judge:
+    async with open_unchecked_judge(config, http, memory=memory, alarm=alarm) as judge:
         shift_checks = {
             aspect: CalibrationShiftCheck(
                 rubrics[aspect], calibration.items, calibration.agreement.hit_rate, RECHECK_EVERY
@@ -264,8 +261,8 @@ async def open_judge(
         }
         yield OpenJudge(
             judge=judge,
-            parts=JudgedParts(judge, rubrics, allowance, shift_checks),
-            hints=HintJudge(judge, allowance, most=config.hints.max_per_rollout),
+            parts=JudgedParts(judge, rubrics, budget, shift_checks),
+            hints=HintJudge(judge, budget, most=config.hints.max_per_rollout),
         )
 
 
@@ -295,7 +292,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
 
 
 async def _judged(judge: Judge, rubric: Rubric, items: Sequence[LabelledItem], at_once: int) -> Sequence[Judgement]:
-    """Some items at a time, so that none waits for its turn until its time is up."""
+    """Judge some items at a time, so that none times out while it waits for its turn."""
     judgements: list[Judgement] = []
     for start in range(0, len(items), at_once):
         inputs = [JudgeInput(task=item.task, work=item.work) for item in items[start : start + at_once]]
@@ -321,14 +318,14 @@ async def endpoint_of(config: RunConfig, http: aiohttp.ClientSession) -> AsyncIt
 
 
 @contextlib.asynccontextmanager
-async def opened(
+async def open_unchecked_judge(
     config: RunConfig,
     http: aiohttp.ClientSession,
     *,
     memory: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[Judge]:
-    """Open the recipe's judge, trusted or not, while the context is open."""
+    """Open the recipe's judge, whether or not it is to be trusted."""
     async with endpoint_of(config, http) as endpoint:
         deps = _deps(config, endpoint, memory=memory, alarm=alarm)
         with deps.cache:
@@ -362,7 +359,7 @@ def _deps(
 
 
 def _limit_name(url: str) -> str:
-    """The name of the bound on a reply's tokens: OpenAI's newer models know another one than all other servers."""
+    """The name of the limit on a reply's tokens, which differs between OpenAI's newer models and all other servers."""
     return "max_completion_tokens" if urlsplit(url).hostname == OPENAI else "max_tokens"
 
 
@@ -371,7 +368,7 @@ def _limits(config: JudgeConfig) -> JudgeLimits:
 
 
 def rollout_budget(config: JudgeConfig) -> BudgetLimit:
-    """Judge budget of one rollout's reward; its hints have as much again."""
+    """Judge budget of one rollout's reward; its hints have the same again."""
     return BudgetLimit(
         per="rollout",
         calls=config.required_options.calls_per_rollout,
@@ -386,7 +383,7 @@ def _run_budget(config: JudgeConfig) -> BudgetLimit:
 
 
 def judge_cost(folder: Path, config: JudgeConfig) -> float:
-    """Price of all that the judges of a run have used so far; 0 for one that costs nothing."""
+    """Cost of all judging in a run so far; 0 for rules."""
     return _prices(config).cost(SpendFile(folder, worker_id=-1).others()) if config.kind == "model" else 0.0
 
 

@@ -20,7 +20,7 @@ from typing import final
 
 from etude.errors import RunFolderError
 from etude.run.folder import RunFolder
-from etude.run.run_url import open_stored
+from etude.run.run_url import open_run_files
 from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import FileSet, StoredFile, stored_file
 
@@ -43,7 +43,7 @@ class KeptFiles:
 
     def __init__(self, folder: RunFolder, place: str, outages: StoreOutages | None = None) -> None:
         self._folder = folder
-        self._stored = open_stored(folder.url, place, outages) if folder.url else None
+        self._stored = open_run_files(folder, place, outages) if folder.url else None
         self._had = folder.path / f".{place.replace('/', '-')}.kept"
         """The file with the number of the set that this disk had last."""
 

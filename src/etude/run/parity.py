@@ -1,16 +1,16 @@
 """The parity check: do engine and trainer compute the same numbers from the same weights?
 
-Two questions, asked of the real code on both sides, with the arithmetic that a run is configured for.
+Two comparisons of the real code on both sides, with the arithmetic that a run is configured for:
 
 Sampled: the native engine samples completions as it would in a run (batched, prompts in chunks, second turns on reused
-prefixes), and the trainer scores the very tokens: one number, k3, which the ladder of ``[numerics]`` judges.
+prefixes), and the trainer scores the same tokens. The result is one number, k3, compared with the bounds of
+``[numerics]``.
 
-Layer by layer: the same sequences go through the trainer's forward pass and through the engine's paged cache in its
-three ways of reading; what attention and feed-forward of each layer gave is compared position by position. The first
-row that differs is where to look.
+Layer by layer: the same sequences go through the trainer's forward pass and through the engine's paged cache in each of
+its three ways of reading; the outputs of attention and feed-forward of each layer are compared position by position.
+The first row that differs is where to look.
 
-Owns what is run and how it is compared. Which models, and what people get to see, is
-:mod:`etude.cli.commands.doctor`'s.
+`etude doctor` (:mod:`etude.cli.commands.doctor`) is another caller.
 
 Shape legend: B sequences, T positions, N tokens of one pass, H hidden, S sparse layers, k experts per token.
 """
@@ -78,9 +78,9 @@ from etude.weights.tensors import to_tensors
 PROMPTS = (19, 33, 48, 70, 101, 12)
 """Tokens of the first prompts: less than a page, whole pages, and more than one step reads."""
 SECOND_TURN = 9
-"""Tokens that come between a completion and the next one of its conversation."""
+"""Tokens between a completion and the next one of its conversation."""
 SAMPLED = 20
-"""Tokens of each completion: enough for the ladder to decide over two turns of all prompts."""
+"""Tokens of each completion: enough for a verdict over two turns of all prompts."""
 STEP_TOKENS = 48
 """Prefill tokens of the engine per pass: so few that long prompts are read in chunks, beside others that decode."""
 CHUNKS = (5, 16, 23)
@@ -91,9 +91,9 @@ SEED = 20_11
 """Seed of prompts and sampling; any would do."""
 
 Plan: TypeAlias = Sequence[ScheduledTokens]
-"""Result of one pass of the engine."""
+"""The tokens that one forward pass of the engine reads."""
 Reader: TypeAlias = Callable[[Sequence[EngineRequest]], Iterator[Plan]]
-"""In which passes the engine reads some sequences."""
+"""Plans the passes in which the engine reads some sequences."""
 States: TypeAlias = list[Tensor]
 """[T,H] of each sequence."""
 
@@ -250,7 +250,7 @@ def compare_layers(trainer: Decoder, server: Decoder, sequences: Sequence[Ids]) 
 
 
 async def _converse(engine: Engine, vocab_size: int, params: SamplingParams) -> list[Trajectory]:
-    """Two turns for each prompt, all conversations at a time."""
+    """Two turns for each prompt, all conversations at once."""
     random = np.random.default_rng(SEED)
     prompts = [random.integers(0, vocab_size, length + SECOND_TURN).astype(np.int32) for length in PROMPTS]
     talks = [_talk(engine, index, prompt, params) for index, prompt in enumerate(prompts)]
@@ -259,7 +259,7 @@ async def _converse(engine: Engine, vocab_size: int, params: SamplingParams) -> 
 
 
 async def _talk(engine: Engine, index: int, ids: Ids, params: SamplingParams) -> tuple[Turn, Turn]:
-    """A first turn, the last tokens of ``ids`` as what is said to it, and a second turn."""
+    """A first turn after the beginning of ``ids``, and a second turn after its last ``SECOND_TURN`` tokens."""
     prompt, later = ids[:-SECOND_TURN], ids[-SECOND_TURN:]
     first = await _turn(engine, index, prompt, params)
     return first, await _turn(engine, index, np.concatenate([prompt, first.completion_ids, later]), params)
@@ -285,7 +285,7 @@ def _trajectories(index: int, turns: tuple[Turn, Turn]) -> tuple[Trajectory, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ForwardPass:
-    """Numbers that one side computed for some sequences."""
+    """Numbers that one side computed for the sequences."""
 
     states: dict[str, States] = field(default_factory=dict)
     """Part of a layer → [T,H] of each sequence, in the order of computation."""
@@ -294,7 +294,7 @@ class _ForwardPass:
 
 
 def _read_packed(model: Decoder, sequences: Sequence[Ids]) -> _ForwardPass:
-    """The trainer's way: one pass over sequences that lie back to back."""
+    """Read like the trainer: one pass over sequences that lie back to back."""
     lengths = [len(sequence) for sequence in sequences]
     token_ids_N = torch.from_numpy(np.concatenate(sequences)).to(model.embedding.device).long()
     routing = Routing(record=True)
@@ -307,7 +307,7 @@ def _read_packed(model: Decoder, sequences: Sequence[Ids]) -> _ForwardPass:
 
 
 def _read_paged(model: Decoder, cache: PagedCache, requests: Sequence[EngineRequest], read: Reader) -> _ForwardPass:
-    """The engine's way: passes over whatever ``read`` plans."""
+    """Read like the engine: one pass for each plan of ``read``."""
     reading = _ForwardPass()
     for plan in read(requests):
         with torch.inference_mode(), _observed(model) as seen:
@@ -374,7 +374,7 @@ def _prefix(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
 
 
 WAYS: Mapping[str, Reader] = MappingProxyType({"decode": _decode, "chunks": _chunks, "prefix": _prefix})
-"""Way in which an engine reads a sequence."""
+"""Ways in which an engine reads a sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,11 +444,11 @@ def _difference(part: _Part, way: str, ours: _ForwardPass, theirs: _ForwardPass)
 
 
 SEED_STD = 0.1
-"""Spread of the weights of a model that is made up: wide enough that experts are chosen for a reason."""
+"""Standard deviation of random weights: large enough that the choice of experts depends on the input."""
 AGREEMENT = {MismatchLevel.CLEAR: "agree", MismatchLevel.WARN: "agree badly", MismatchLevel.STOP: "disagree"}
 """The verdict of each level."""
 GOOD, WARN, DIM = "green", "yellow", "bright_black"
-"""Colours of what agrees, what does not, and what is beside it."""
+"""Colours of agreement, of a difference, and of further information."""
 
 
 WEIGHTS_POLL_S = 0.2

@@ -1,6 +1,4 @@
-"""Opening the ledger of a run with its payloads, which lie in its folder or at its URL, and what is beside it:
-releases, live sessions.
-"""
+"""Opens the stores of a run: its ledger with the payloads, its releases, its live sessions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,18 +22,18 @@ from etude.telemetry.log import EventLog
 
 
 def open_payloads(folder: RunFolder, outages: StoreOutages | None = None, *, syncs: bool = False) -> Payloads:
-    """Open a run's payloads; with ``outages``, storage that is away is waited for, from the first call on. Where it
-    ``syncs``, what was stored is on the disk, as what the ledger commits is.
+    """Open a run's payloads. With ``outages``, calls wait for storage that is unreachable; with ``syncs``, what was
+    stored is durable on disk, like the commits of the ledger.
 
-    Raises :class:`~etude.errors.UserError` for a folder that is missing and cannot be made.
+    Raises :class:`~etude.errors.UserError` for a folder that is missing and cannot be created.
     """
     objects = ObjectStore(folder.payloads, syncs=syncs)
     return Payloads(objects if outages is None else RetryingStore(folder.payloads, lambda: objects, outages))
 
 
 def open_archive(folder: RunFolder, index: RecordIndex | None = None) -> Archive:
-    """Look into a run's ledger and its payloads, which need not be there where nobody asks for turns; ``index`` is what
-    earlier readers learnt.
+    """Open a run's ledger for reading, with its payloads if they are there; only reading turns needs them. ``index`` is
+    what earlier readers learnt.
 
     Raises as :meth:`Archive.open <etude.ledger.archive.Archive.open>` does.
     """
@@ -65,9 +63,7 @@ def open_feedback(folder: RunFolder) -> FeedbackStore:
 
 
 def open_sessions(folder: RunFolder) -> SessionArchive:
-    """Look into the live sessions of a run. Raises :class:`~etude.errors.UserError` where it keeps none, or has none
-    yet.
-    """
+    """Open the live sessions of a run for reading. Raises :class:`~etude.errors.UserError` if it keeps or has none."""
     if not folder.config().feedback.window_s:
         raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
     return SessionArchive.open(feedback_place(folder))
@@ -77,8 +73,7 @@ def open_sessions(folder: RunFolder) -> SessionArchive:
 def leased_ledger(
     folder: RunFolder, config: RunConfig, name: ProcessName, events: EventLog, *, lease: str = ""
 ) -> Iterator[Ledger]:
-    """A process's connection to a run's ledger and its payloads, under a lease of its own name or another's, for as
-    long as the context is open.
+    """A process's connection to a run's ledger and its payloads, under the lease of its own name or ``lease``.
 
     Raises as :func:`~etude.ledger.heartbeat.leased` does.
     """

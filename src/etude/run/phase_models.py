@@ -178,7 +178,7 @@ def phase_arithmetic(config: RunConfig, device: str) -> FastArithmetic:
 def optimisation_of(
     model: CausalModel, config: RunConfig, settings: ImitationConfig, *, steps: int, grid: Grid | None = None
 ) -> Optimisation:
-    """The optimiser and schedules of a phase of so many steps."""
+    """The optimiser and schedules of a phase with ``steps`` steps."""
     optimiser = build_optimiser(
         model,
         config.optimiser,

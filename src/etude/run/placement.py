@@ -46,12 +46,12 @@ class RunPlacement:
         return str(folder.path.absolute()) if self.state is None else words_of(folder)
 
     def own_specs(self, specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
-        """Those of ``specs`` that this launcher is to place: of all regions that it reaches, or of this one alone."""
+        """The ``specs`` that this launcher has to place: of all regions that it reaches, or only of this one."""
         own = [spec for spec in specs if self.launcher.spans_regions or spec.region == self.region]
         return with_gpus(own, self.gpus)
 
     def specs_of(self, desired: Desired) -> tuple[ProcessSpec, ...]:
-        """Those of a newer desired state. Raises :class:`~etude.errors.ConfigError` for a fleet that is another one."""
+        """The specs of a newer desired state. Raises :class:``~etude.errors.ConfigError`` if it is another fleet's."""
         if changed := lasting_changes(self.fleet, desired.fleet):
             raise ConfigError(f"{', '.join(changed)} of the fleet changed: start the supervisor of {self.region} again")
         return self.own_specs(desired.specs)

@@ -39,7 +39,7 @@ class ProcessName:
         """The name that is written so. Raises ``ValueError`` for anything else."""
         form = FORM.fullmatch(text)
         if form is None:
-            raise ValueError(f"{text!r} is no name of a process: expected serve, serve-1 or serve-1@eu")
+            raise ValueError(f"{text!r} is not a valid process name: expected serve, serve-1 or serve-1@eu")
         return cls(command=form["command"], replica=int(form["replica"] or 0), region=form["region"] or "")
 
 

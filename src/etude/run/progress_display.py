@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from etude.config.recipe import RunConfig
+from etude.dashboard.formatting import visible
 from etude.dashboard.report import warnings
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.terminal import WARN, render
@@ -46,7 +47,7 @@ class ProgressDisplay:
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._shown_s = 0.0
         self._warnings: list[str] = []
-        """Those that hold: each is a line once, however long it does."""
+        """Warnings that hold: each is printed once, however long it holds."""
 
     def __enter__(self) -> Self:
         if self._page:
@@ -88,5 +89,5 @@ class ProgressDisplay:
             notices = warnings(self.metrics)
             for notice in notices:
                 if notice not in self._warnings:
-                    self._console.print(f"warning: {notice}", style=WARN, soft_wrap=True, markup=False)
+                    self._console.print(f"warning: {visible(notice)}", style=WARN, soft_wrap=True, markup=False)
             self._warnings = notices

@@ -7,8 +7,9 @@
     consumes: all on the left, by polling      waits for: nothing; a gate is measured beside
     produces: moves, tables                    on shutdown: cancelled between two looks; a measurement is ended
 
-Moves are recorded first; the table follows from what is recorded, and is written if it is another than there is. So it
-may die at any point: its successor finds in the ledger what was decided, and in the store whether that was done.
+Moves are recorded first; the table follows from the record and is written if it differs from the one in the store. So
+the process may die at any point: its successor finds in the ledger what was decided, and in the store whether it was
+done.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ from etude.releases.states import (
     Release,
     ReleaseState,
     live_release,
-    release_on_the_way,
+    pending_release,
     release_to_take_back,
 )
 from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
@@ -52,7 +53,7 @@ from etude.run.weight_log import open_log
 from etude.weights.log import WeightLog
 
 POLL_S = 0.2
-"""Pause between two looks: a part of the time in which a rollback reaches users."""
+"""Pause between two looks; it is part of the time that a rollback takes to reach users."""
 
 Measure: TypeAlias = Callable[[Release, Release | None], Coroutine[None, None, GateFacts]]
 """Measures a candidate, beside the release that users have; raises :class:`~etude.errors.UserError` if it cannot."""
@@ -104,7 +105,7 @@ class ReleaseProcess:
         self._shadow_calls: dict[str, ShadowCall] = {}
 
     async def look(self) -> None:
-        """Decide what can be decided now, and see to it that the table is what it has to be."""
+        """Decide what can be decided now, and bring the routing table up to date."""
         releases = self._store.releases()
         await asyncio.to_thread(self._route, releases)
         rollback = self._requests(releases)
@@ -118,14 +119,14 @@ class ReleaseProcess:
             self._store.close_request(rollback.number, "there is no earlier release to go back to")
 
     async def close(self) -> None:
-        """End a measurement that is under way."""
+        """Cancel a running measurement."""
         if self._gate is not None:
             _, task = self._gate
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     def _route(self, releases: tuple[Release, ...]) -> None:
-        """Write the table that the releases ask for, unless it is there; another writer's counts first."""
+        """Write the table that follows from the releases, unless it is there; a newer one of another writer wins."""
         self._table = self._tables.after(self._table) or self._table
         table = routing_table(releases, self._config.canary_shares, self._table)
         if table is None or table is self._table:
@@ -137,7 +138,7 @@ class ReleaseProcess:
             self._table = self._tables.newest()
 
     def _requests(self, releases: tuple[Release, ...]) -> ReleaseRequest | None:
-        """Answer what people ask for; a rollback is the controller's to answer."""
+        """Answer people's requests, but for a rollback, which the controller decides: that one is returned."""
         due = release_to_take_back(releases)
         for request in self._store.requests(is_open=True):
             match request.kind:
@@ -149,34 +150,34 @@ class ReleaseProcess:
                     return request
                 case RequestKind.APPROVE:
                     self._store.close_request(request.number, "counted")
-                case RequestKind.PROPOSE if not release_on_the_way(releases) and not self._store.loads().pending:
+                case RequestKind.PROPOSE if not pending_release(releases) and not self._store.loads().pending:
                     self._store.load_checkpoint(request.number, request.checkpoint)
         return None
 
     async def _facts(self, releases: tuple[Release, ...], rollback: ReleaseRequest | None) -> ReleaseFacts:
-        way, loads = release_on_the_way(releases), self._store.loads()
-        gate, failure = await self._measured(way, live_release(releases))
+        pending, loads = pending_release(releases), self._store.loads()
+        gate, failure = await self._measured(pending, live_release(releases))
         return ReleaseFacts(
             releases=releases,
-            versions={} if way is not None else await asyncio.to_thread(self._versions, loads),
+            versions={} if pending is not None else await asyncio.to_thread(self._versions, loads),
             loads=loads,
             gate=gate,
             gate_failure=failure,
-            approved_by=self._approved(way),
-            shadow=await asyncio.to_thread(self._shadow, way),
-            canary=canary_facts(self._metrics, self._config, way, self._table),
+            approved_by=self._approved(pending),
+            shadow=await asyncio.to_thread(self._shadow, pending),
+            canary=canary_facts(self._metrics, self._config, pending, self._table),
             rollback_by="" if rollback is None else rollback.by,
         )
 
-    async def _measured(self, way: Release | None, live: Release | None) -> tuple[GateFacts | None, str]:
-        """Measurements of a candidate, made beside, or the reason why there will be none."""
-        if way is None or way.state is not ReleaseState.CANDIDATE:
+    async def _measured(self, pending: Release | None, live: Release | None) -> tuple[GateFacts | None, str]:
+        """The measurements of a candidate, which run in the background, or the reason why there will be none."""
+        if pending is None or pending.state is not ReleaseState.CANDIDATE:
             await self.close()
             self._gate = None
             return None, ""
-        if self._gate is None or self._gate[0] != way.version:
+        if self._gate is None or self._gate[0] != pending.version:
             await self.close()
-            self._gate = way.version, asyncio.create_task(self._measure(way, live))
+            self._gate = pending.version, asyncio.create_task(self._measure(pending, live))
         _, task = self._gate
         if not task.done():
             return None, ""
@@ -186,7 +187,7 @@ class ReleaseProcess:
             return None, str(error)
 
     def _versions(self, loads: LoadFacts) -> Mapping[int, str]:
-        """The newest version that is due, and the one that a load became."""
+        """Digests of the newest version that is due and of the one that a loaded checkpoint became, by version."""
         latest = self._log.latest()
         if latest is None:
             return {}
@@ -195,18 +196,18 @@ class ReleaseProcess:
         records = {number: self._log.read(number) for number in numbers if number <= latest}
         return {number: record.digest for number, record in records.items() if record is not None}
 
-    def _approved(self, way: Release | None) -> frozenset[str]:
-        if way is None:
+    def _approved(self, pending: Release | None) -> frozenset[str]:
+        if pending is None:
             return frozenset()
         approvals = (one for one in self._store.requests() if one.kind is RequestKind.APPROVE)
-        return frozenset(one.by for one in approvals if one.version == way.version)
+        return frozenset(one.by for one in approvals if one.version == pending.version)
 
-    def _shadow(self, way: Release | None) -> ShadowFacts | None:
-        if way is None or way.state is not ReleaseState.SHADOW:
+    def _shadow(self, pending: Release | None) -> ShadowFacts | None:
+        if pending is None or pending.state is not ReleaseState.SHADOW:
             self._shadow_calls.clear()
             return None
-        self._tables.shadow_calls(way.digest, self._shadow_calls)
-        calls = [call for call in self._shadow_calls.values() if call.digest == way.digest]
+        self._tables.shadow_calls(pending.digest, self._shadow_calls)
+        calls = [call for call in self._shadow_calls.values() if call.digest == pending.digest]
         answered = [call for call in calls if not call.failed]
         return ShadowFacts(
             calls=len(calls),

@@ -42,7 +42,7 @@ CHANGEABLE = frozenset(
 BITS = frozenset(
     {f"trainer.{key}" for key in ("steps", "microbatch_tokens", "checkpoint_activations", "threads", "device")}
 )
-"""Those of them on which the bits of a step depend: they stay while steps have to be done again."""
+"""Keys among them on which the bits of a step depend: they may not change while steps have to be repeated."""
 # optimiser.state beside them: fp32 and offload are the same bits in another place.
 REASONS: Mapping[str, str] = MappingProxyType(
     {

@@ -50,7 +50,7 @@ from etude.run.detokenize import ToolReader, tool_reader
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.followed_regions import ServedRegions, open_regions
-from etude.run.judging import JudgeState, judge_fingerprints, kept_judge, open_judge
+from etude.run.judging import JudgeState, judge_fingerprints, open_judge, synced_judge_state
 from etude.run.keys import KeyRole
 from etude.run.payload_store import leased_ledger, open_archive
 from etude.run.placement import fleet_of
@@ -355,7 +355,7 @@ async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> N
 
 
 async def _evaluate_on_the_way(parts: RolloutParts) -> None:
-    """Measure every so many versions while training goes on, a few tasks each time.
+    """Evaluate at intervals of versions during training, with a few tasks each time.
 
     Nothing waits for it. One that is late gives way to the next, so there is never more than one.
     """
@@ -441,7 +441,7 @@ async def _rollout_context(
         )
         memory = JudgeState(folder.path, name.replica)
         if config.judge.kind != "none":
-            stack.enter_context(kept_judge(folder, memory))
+            stack.enter_context(synced_judge_state(folder, memory))
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         yield RolloutContext(

@@ -18,9 +18,10 @@ from urllib.parse import unquote, urlsplit
 
 from etude.errors import ConfigError
 from etude.objects import CLOUD_SCHEMES, Objects, ObjectStore, RetryingStore
+from etude.run.folder import RunFolder
 from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import MANIFESTS, StoredFiles
-from etude.run.weight_log import far_options, signing_key
+from etude.run.weight_log import far_options, log_id_of, signing_key
 
 FILES, EVENTS = "files", "events"
 """Places below the URL: the files of the run, the events of its processes."""
@@ -39,7 +40,7 @@ def normal_url(text: str) -> str:
     if parts.scheme in CLOUD_SCHEMES and parts.netloc and parts.path.strip("/") and not parts.query:
         return f"{parts.scheme}://{parts.netloc}/{parts.path.strip('/')}"
     raise ConfigError(
-        f"{text!r} is no URL of a run: expected s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or a folder"
+        f"{text!r} is not a URL of a run: expected s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or a folder"
     )
 
 
@@ -59,3 +60,11 @@ def open_place(url: str, name: str, outages: StoreOutages | None = None, *, far:
 def open_stored(url: str, name: str, outages: StoreOutages | None = None, *, far: bool = False) -> StoredFiles:
     """The sets of files at a place below the URL."""
     return StoredFiles(open_place(url, name, outages, far=far), name, signing_key())
+
+
+def open_run_files(folder: RunFolder, name: str, outages: StoreOutages | None = None) -> StoredFiles:
+    """The sets of files at a place of a run whose id is known: those of another one, signed with the same key, are none
+    of it. The files that have the id are not called by it.
+    """
+    run = "" if name == FILES else log_id_of(folder) or ""
+    return StoredFiles(open_place(folder.url, name, outages), f"{run}/{name}" if run else name, signing_key())

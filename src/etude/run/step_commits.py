@@ -1,9 +1,9 @@
-"""Steps from computed to committed: their checkpoints, their versions, and what is kept in case one is done again.
+"""Checkpoint, publication and commit of optimiser steps, in the order that survives a crash.
 
-    begin n ──▶ save n, publish n ┄┄ beside the next step ┄┄▶ commit n ──▶ payloads up to the newest checkpoint go
+    begin n ──▶ save n, publish n ┄┄ beside the next step ┄┄▶ commit n ──▶ drop payloads up to the newest checkpoint
 
-Owns the order of these and the payloads of batches that were claimed. What a step computes, and what is done again
-after a crash, is :mod:`etude.run.trainer`'s.
+Owns this order and the payloads of claimed batches. What a step computes, and what is repeated after a crash, is
+:mod:`etude.run.trainer`'s.
 """
 
 import logging
@@ -42,9 +42,9 @@ from etude.weights.log import WeightLog
 from etude.weights.tensors import to_stored
 
 SWEEP_S = 3600.0
-"""Interval at which payloads are removed that nothing refers to."""
+"""Interval at which unreferenced payloads are removed."""
 LONGEST_ROLLOUT_S = 24 * 3600.0
-"""Least age of those: the ledger refers to what a rollout left when it ends."""
+"""Age from which they are removed: the ledger refers to a rollout's payloads only once it has ended."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 @final
 @dataclass(kw_only=True, eq=False)
 class StepCommits(Closing):
-    """The steps of one trainer, one under way at a time."""
+    """The steps of one trainer; at most one is being published at a time."""
 
     folder: RunFolder
     config: RunConfig
@@ -65,11 +65,11 @@ class StepCommits(Closing):
     trainer_group: TrainerGroup
     probe: MismatchProbe | None
     unproven: int = 0
-    """A step that may have been published by a process before this one."""
+    """A step that an earlier process may have published already."""
     _payloads_of: dict[int, tuple[PayloadRef, ...]] = field(default_factory=dict)
-    """Step → the payloads of its batch, until it is committed and need not be done again."""
+    """Step → the payloads of its batch, until it is committed and will not be repeated."""
     _is_held: bool = False
-    """True while the version under way is of a step that is committed when its checkpoint can be restored anywhere."""
+    """True while the step being published must not be committed before its checkpoint can be restored anywhere."""
     _heartbeat: Heartbeat = field(default_factory=Heartbeat)
     _sweeper: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="payload sweep")
@@ -78,11 +78,11 @@ class StepCommits(Closing):
     _swept_s: float = 0.0
 
     def close(self) -> None:
-        """Wait for the sweep of payloads under way."""
+        """Wait for a running sweep of payloads."""
         self._sweeper.shutdown()
 
     def note(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep the payloads of a step's batch from now on."""
+        """Record the payloads of a step's batch, so that they are kept."""
         self._payloads_of[step] = payload_refs(groups)
 
     @property
@@ -91,7 +91,7 @@ class StepCommits(Closing):
         return self.publishing.is_visible and (self.copies.is_complete or not self._is_held)
 
     def begin(self, step: int, *, is_load: bool = False) -> None:
-        """Begin to save and to publish a step that was computed, once the one before is committed."""
+        """Commit the step before, then start to save and to publish a computed step."""
         times = [time.perf_counter()]
         self.commit_published()
         times.append(time.perf_counter())
@@ -104,8 +104,8 @@ class StepCommits(Closing):
         self.events.write(StepSaved(step=step, commit_s=commit_s, save_s=save_s, publish_s=publish_s))
 
     def _save(self, step: int, *, is_load: bool) -> None:
-        """Begin to write the checkpoint of a step that has one: every so many, the last, and those that load weights,
-        which the ledger cannot tell how to do again. The first kind waits for it only where every step has one.
+        """Start to write a checkpoint if the step has one: every ``checkpoint_steps``, the last, and steps that load
+        weights, which cannot be repeated from the ledger. The commit waits for it unless it is one of several steps'.
         """
         every = self.config.trainer.checkpoint_steps
         self._is_held = every == 1 or is_load or step == self.config.trainer.steps
@@ -114,18 +114,18 @@ class StepCommits(Closing):
             self.copies.start(step, self.trainer_group.save(step))
 
     def idle(self) -> None:
-        """Do what has to be done now and then while rank 0 waits."""
+        """Keep the other ranks and the heartbeat alive while rank 0 waits."""
         self.trainer_group.idle(time.monotonic())
         self._heartbeat.beat()
 
     def prove(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """Compare what a step that is done again gave with what was published of it, if that is still there."""
+        """Compare the weights of a repeated step with those that were published for it, if these are in the log."""
         record = self.log.read(step)
         if record is not None and (digest := state_digest(to_stored(state))) != record.digest:
             raise DamagedError(
-                f"step {step}, done again from a checkpoint, ended in the weights {digest[:12]}; {record.digest[:12]} "
-                f"were published: another machine or library, or kernels that give other bits each time. Go on where "
-                f"it was computed, or start a new run from version {step}, with trainer.checkpoint_steps = 1"
+                f"step {step}, repeated from a checkpoint, ended in the weights {digest[:12]}; {record.digest[:12]} "
+                f"were published: another machine or library, or nondeterministic kernels. Go on where it was "
+                f"computed, or start a new run from version {step}, with trainer.checkpoint_steps = 1"
             )
 
     def publish(self, step: int) -> None:
@@ -134,13 +134,13 @@ class StepCommits(Closing):
         state = published_state(model, self.config.numerics)
         if step == self.unproven:
             self.prove(step, state)
-        # What could not be computed again to the same bits must not be seen before it can be restored.
+        # Weights that could not be recomputed to the same bits must not be visible before they can be restored.
         is_free = not self._is_held or self.config.numerics.arithmetic == "invariant"
         self.publishing.start(state, step, (lambda: None) if is_free else self.copies.wait)
         self.remember_policy(step, model)
 
     def commit_published(self) -> None:
-        """Commit the step whose version was under way, once that is visible and what it waits for is durable."""
+        """Commit the step that is being published, once its version is visible and what it waits for is durable."""
         version = self.publishing.land(self.idle)
         if version is None:
             return
@@ -154,17 +154,17 @@ class StepCommits(Closing):
             self.sweep()
 
     def sweep(self) -> None:
-        """Begin to remove the payloads that nothing refers to, beside the step: a long run has many to look through."""
+        """Start to remove unreferenced payloads in another thread: a long run has many to look through."""
         if self._sweeping is None or self._sweeping.done():
             self._swept_s = time.monotonic()
             self._sweeping = self._sweeper.submit(sweep_payloads, self.folder, self.copies.restorable)
 
     def remember_policy(self, version: int, model: CausalModel) -> None:
-        """Keep the policy's weights as ``version``: each of several ranks its part, one alone those of ``model``."""
+        """Keep the policy's weights as ``version``: those of ``model``, or with several ranks each rank's part."""
         self.remember(version, state_of(model) if self.config.parallel.ranks == 1 else None)
 
     def remember(self, version: int, state: Mapping[str, Tensor] | None) -> None:
-        """Keep what a version sampled with, where anything is scored again."""
+        """Keep the weights of a version if anything is scored with them again."""
         if self.probe is not None:
             self.probe.remember(version, state)
 
@@ -176,17 +176,17 @@ def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:
 
 
 def sweep_payloads(folder: RunFolder, restorable: int) -> None:
-    """Remove old payloads that nothing refers to: routes and masks of evaluations, of tries that failed, of whoever
-    else called; turns whose rollout was never recorded. What fails is done the next time.
+    """Remove old unreferenced payloads: routes and masks of evaluations, failed attempts and other callers; turns whose
+    rollout was never recorded. A failure is logged and tried again at the next sweep.
 
-    Steps behind ``restorable``, the newest that can be restored, may have to be done again.
+    Steps after ``restorable``, the newest that can be restored, may have to be repeated.
     """
     try:
         with open_ledger(folder) as ledger:
             in_use = partial(_payloads_in_use, folder, ledger, restorable)
             open_payloads(folder).sweep(in_use, ledger.turns.named, older_than_s=LONGEST_ROLLOUT_S)
     except EtudeError as error:
-        logger.warning("payloads that nothing refers to are not removed yet: %s", error)
+        logger.warning("unreferenced payloads are not removed yet: %s", error)
 
 
 def _payloads_in_use(folder: RunFolder, ledger: Ledger, restorable: int) -> list[PayloadRef]:

@@ -49,9 +49,9 @@ class StoredFile:
         """Raise ``ValueError`` for what is no digest or no size."""
         digits = self.sha256 if isinstance(self.sha256, str) else ""
         if len(digits) != _DIGEST_DIGITS or set(digits) - set("0123456789abcdef"):
-            raise ValueError(f"sha256 = {self.sha256!r} is no SHA-256")
+            raise ValueError(f"sha256 = {self.sha256!r} is not a SHA-256")
         if type(self.size_bytes) is not int or not 0 <= self.size_bytes <= MOST_BYTES:
-            raise ValueError(f"size_bytes = {self.size_bytes!r} is no size of a file")
+            raise ValueError(f"size_bytes = {self.size_bytes!r} is not a size of a file")
 
     @property
     def part_sizes(self) -> list[int]:
@@ -105,7 +105,7 @@ class StoredFiles:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"manifest {where} cannot be read: {error}; restore it from a copy") from error
         if self._key is not None and not hmac.compare_digest(signature.encode(), self._sign(number, files).encode()):
-            raise DamagedError(f"manifest {where} is not signed with this key: somebody else wrote it, or without one")
+            raise DamagedError(f"manifest {where} is not signed with this key: another key wrote it, or none")
         return files
 
     def put(self, number: int, files: FileSet) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from etude.config.data_paths import DATA
 from etude.config.recipe import RunConfig
-from etude.errors import ConfigError, InfrastructureError, RunFolderError
+from etude.errors import ConfigError, DamagedError, InfrastructureError, RunFolderError
 from etude.objects import check_put_if_absent
 from etude.run.data_copies import DataPlan, plan_data, send_data
 from etude.run.event_copies import fetch_events
@@ -131,6 +131,12 @@ def working_path(url: str, below: Path | None = None) -> Path:
 def _fetch(folder: RunFolder, url: str, stored: StoredFiles, *, with_weights: bool) -> None:
     folder.record_url(url)
     files = stored.read(max(stored.numbers()))
+    own_id = folder.path / LOG_ID
+    if own_id.is_file() and LOG_ID in files and stored_file(own_id) != files[LOG_ID]:
+        raise DamagedError(
+            f"{url} has another run than the one that {folder.path} was made of: remove that folder if you made a new "
+            f"run there, and else look who did"
+        )
     for path, file in files.items():
         target = folder.path / path
         if not with_weights and target.suffix in WEIGHTS:

@@ -79,7 +79,7 @@ def check_sources(spec: SandboxSpec, bases: Mapping[str, Path]) -> None:
         raise SandboxError(f"a sandbox cannot show {' and '.join(missing)}: there is no such folder or file")
     for place in (image.workdir, *spec.mounts):
         if not place.startswith("/") or ".." in PurePosixPath(place).parts or place == "/":
-            raise ValueError(f"{place!r} is no place in a sandbox: use an absolute path without '..'")
+            raise ValueError(f"{place!r} is not a place in a sandbox: use an absolute path without '..'")
 
 
 def check_capability(capability: Capability, granted: frozenset[Capability], provider: str, words: str = "") -> None:

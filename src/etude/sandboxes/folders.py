@@ -146,7 +146,7 @@ class Folder:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise ValueError(f"{entry.name!r} would be written through what is no folder") from error
+            raise ValueError(f"{entry.name!r} would be written through what is not a folder") from error
         try:
             mode = os.stat(PurePosixPath(entry.name).name, dir_fd=folder, follow_symlinks=False).st_mode
         except FileNotFoundError:

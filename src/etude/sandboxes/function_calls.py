@@ -1,11 +1,10 @@
 """Calls one function of a file in a sandbox, and separates its results from the program's other output.
 
-Owns the driver that runs inside, and what counts as the same result. Only arguments enter the sandbox, never what
-they should give: a program that forges the driver's lines, overrides ``json`` or ``print`` or ends the process gains
-nothing, since the only lines worth forging hold right answers, and those it would have to compute. The nonce keeps
-innocent output from being read as results; the driver draws it, so that the same call is the same command and a
-rollout can be gone through once more. A value's own ``==`` is never asked: what comes out is plain JSON, compared out
-here.
+Owns the driver that runs inside, and the comparison of results. Only arguments enter the sandbox, never the expected
+results: a program that forges the driver's lines, overrides ``json`` or ``print`` or ends the process gains nothing,
+since the only lines worth forging contain right answers, which it would have to compute. The nonce keeps other output
+from being read as results; the driver draws it, so that equal calls are equal commands and a rollout can be replayed. A
+value's own ``==`` is never called: results are plain JSON, which is compared outside.
 """
 
 import json
@@ -16,7 +15,7 @@ from etude.protocols import ExecResult, Sandbox
 from etude.types import Json
 
 CALL_TIMEOUT_S = 2.0
-"""For all the calls of one function: hundreds of times what a right program of a task takes."""
+"""For all calls of one function: hundreds of times what a right program takes."""
 TIMED_OUT, NO_RESULT = "TimeoutError", "SystemExit"
 """Exception names of a call whose time ran out, or whose process ended without an answer."""
 
@@ -52,8 +51,8 @@ def drive():
         write(results, f"{nonce} {index} {outcome}\\n".encode())
 drive()
 """
-"""Prints a nonce, then a line per call: the nonce, its index, and JSON of whether it returned a plain value, with that
-value or a class name.
+"""Program that prints a nonce, then a line per call: the nonce, the call's index, and JSON: true with the plain value
+that it returned, or false with a class name.
 """
 
 
@@ -62,11 +61,11 @@ class CallOutcome:
     """The outcome of one call."""
 
     ok: bool
-    """It returned something that JSON can carry as it is (no tuple, no subclass)."""
+    """True if it returned plain JSON (no tuple, no subclass)."""
     value: Json
     """Its return value, if ``ok``."""
     error: str
-    """The class of what it raised or returned, unless ``ok``; ASCII, since the program chooses what it is called."""
+    """The class of what it raised or returned, unless ``ok``; in ASCII, since the program chooses the name."""
 
     @property
     def shown(self) -> str:
@@ -109,7 +108,7 @@ def same_value(got: Json, expected: Json) -> bool:
 
 
 def _read_outcomes(result: ExecResult) -> dict[int, CallOutcome]:
-    """Outcome by index of the call; lines that are not the driver's are nothing."""
+    """Outcome by index of the call; lines that are not the driver's are ignored."""
     outcomes: dict[int, CallOutcome] = {}
     nonce, *lines = result.stdout.split("\n")
     for line in lines:

@@ -1,7 +1,7 @@
-"""Confinement of a process by Linux: identity, namespaces, capabilities, limits, and a certain end.
+"""Confinement of a process by Linux: identity, namespaces, capabilities, limits, and a guaranteed end.
 
-Owns the system calls, reached through libc. Uses the standard library alone, because every process that runs a model's
-program imports it. Does not decide when to use what (:mod:`etude.sandboxes.local.zygote`).
+Owns the system calls, made through libc. Uses only the standard library, because every process that runs a model's
+program imports it. :mod:`etude.sandboxes.local.zygote` decides when to use what.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from pathlib import Path
 
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID
-"""All that a process without other means can have of its own."""
+"""All that an unprivileged process can unshare."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 SECCOMP_MODE_FILTER, INSTRUCTION_BYTES = 2, 8
 CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)
@@ -31,9 +31,9 @@ DESCRIPTOR_LIMIT = 32
 PROCESS_LIMIT = 64
 """Processes and threads of one worker at any time; only a user namespace makes this count private."""
 PENDING_SIGNALS_LIMIT = 256
-"""Signals and timers that wait, of one worker; the kernel has one store of them for each user of the machine."""
+"""Pending signals and timers of one worker; the kernel counts them per user of the machine."""
 COUNTS = {"max_inotify_instances": 16, "max_inotify_watches": 1024}
-"""Likewise, of one worker."""
+"""Inotify limits of one worker, in ``/proc/sys/user``."""
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -69,7 +69,7 @@ def die_with_parent() -> None:
 
 
 def limit_process(*, own_user_namespace: bool) -> None:
-    """Set the resource limits of this process and its children, and adopt orphans among the latter."""
+    """Set the resource limits of this process and its children, and adopt orphaned descendants."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     _limit(resource.RLIMIT_AS, MEMORY_LIMIT_BYTES)
@@ -83,7 +83,7 @@ def limit_process(*, own_user_namespace: bool) -> None:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Kill this process after so many seconds of computing."""
+    """Have the kernel kill this process after ``seconds`` of processor time."""
     _limit(resource.RLIMIT_CPU, seconds)
 
 
@@ -133,7 +133,7 @@ def end_command(leader: int) -> int:
 
 
 def _kill_children() -> None:
-    """In a process namespace of our own, all others at once; else our children, whose orphans become ours next."""
+    """Kill all other processes of our own process namespace; else our children, whose orphans we then adopt."""
     if os.getpid() == 1:
         _kill(-1)
         return

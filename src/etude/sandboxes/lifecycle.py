@@ -1,6 +1,6 @@
-"""Helpers for the lifecycle of sandboxes: make all or none, close all, lock calls of one.
+"""The lifecycle of sandboxes: make all or none, close all, lock the calls of one.
 
-Owns no sandbox, but sees to it that none is left without an owner.
+Owns no sandbox, but ensures that none is left without an owner.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ class Closable(Protocol):
     """A sandbox, or a part of its provider."""
 
     async def close(self) -> None:
-        """End it, and wait for that."""
+        """End it, and wait until it has ended."""
         ...
 
 
@@ -42,14 +42,14 @@ async def close_all(closables: Iterable[Closable]) -> list[BaseException]:
 
 
 class SharedLock:
-    """A readers-writer lock of one sandbox that can be closed for good; those who wait then get an error.
+    """A readers-writer lock of one sandbox that can be closed for good; waiting callers then get an error.
 
-    A caller that waits for exclusive use keeps newcomers out, so that the others come to an end.
+    A caller that waits for exclusive use keeps new callers out, so that it is not starved.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
-        """``check`` raises :class:`~etude.errors.SandboxError` once what is inside is not to be believed, maybe before
-        the lock is closed: it is called on entry and on exit.
+        """``check`` is called on entry and exit. It raises :class:`~etude.errors.SandboxError` once results of the
+        sandbox cannot be trusted any more, which may be before the lock is closed.
         """
         self._check_sandbox = check
         self._change = asyncio.Condition()
@@ -92,7 +92,7 @@ class SharedLock:
             await asyncio.shield(self._notify())
 
     async def close(self) -> None:
-        """Let no caller in any more; those inside may finish."""
+        """Admit no more callers; those inside may finish."""
         self._is_closed = True
         await self._notify()
 

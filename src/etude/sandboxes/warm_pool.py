@@ -312,7 +312,7 @@ class SandboxPool:
         return lease
 
     def announce(self, spec: SandboxSpec, count: int) -> None:
-        """Make ``count`` sandboxes of a specification ready, as far as there is room: so many will be asked for soon.
+        """Make ``count`` sandboxes of a specification ready, as far as there is room: they will be needed soon.
 
         Those for whom nobody comes are removed like all that are warm for too long.
         """

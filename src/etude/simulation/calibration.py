@@ -1,6 +1,7 @@
 """The speed of a run's parts, from its own events.
 
     EngineStats                    busy seconds of an engine ≈ step_s · steps + sequence_s · tokens + prompt_s · prompts
+                                   (steps that are not counted: tokens / sequences in progress)
     StepDone                       busy seconds of the trainer ≈ fixed_s + token_s · trained tokens
     StepSaved, WeightsPublished,   seconds between two steps, until a version is published, and until it is served
     WeightsSwapped
@@ -54,7 +55,7 @@ class TrainerTimes:
         return self.fixed_s + self.token_s * tokens
 
     def scaled(self, factor: float) -> "TrainerTimes":
-        """The same trainer, taking so many times as long."""
+        """The same trainer with all times multiplied."""
         return TrainerTimes(
             fixed_s=factor * self.fixed_s,
             token_s=factor * self.token_s,
@@ -105,7 +106,8 @@ def fit_engine(logged: Sequence[Logged], engine: EngineConfig) -> EngineRates:
         stats, running = each.event, (before.get(each.process, each.event.running) + each.event.running) / 2
         before[each.process] = stats.running
         if training and training[0] <= each.at_s <= training[-1] and stats.generated_tokens:
-            rows.append((stats.generated_tokens / max(1.0, running), stats.generated_tokens, stats.prefill_tokens))
+            steps = stats.steps or stats.generated_tokens / max(1.0, running)
+            rows.append((steps, stats.generated_tokens, stats.prefill_tokens))
             busy_s.append(stats.busy_s)
     if not rows:
         raise UserError("the run's engines said nothing while it trained: name a run that trained for some steps")

@@ -48,7 +48,7 @@ class EngineRates:
     """Tokens of prompts that a step reads at most."""
 
     def decode_s(self, running: int) -> float:
-        """Seconds of a step of so many sequences."""
+        """Seconds of a step of ``running`` sequences."""
         return self.step_s + running * self.sequence_s
 
     def with_places(self, share: float) -> "EngineRates":
@@ -67,7 +67,7 @@ class EngineRates:
         return self.step_tokens * self.prompt_s
 
     def scaled(self, factor: float) -> "EngineRates":
-        """The same engine, taking so many times as long."""
+        """The same engine with all times multiplied."""
         return replace(
             self,
             step_s=factor * self.step_s,
@@ -100,7 +100,7 @@ class ModelledEngine:
     is_down: bool = False
     busy_s: float = 0.0
     """Seconds with something to do, so far."""
-    generated_tokens: int = 0
+    generated_tokens: float = 0.0
     prompt_tokens: int = 0
     refused: int = 0
     """Calls that came while it was down, so far."""
@@ -191,6 +191,11 @@ class ModelledEngine:
         """Calls that wait for a place."""
         return len(self._waiting)
 
+    @property
+    def steps(self) -> float:
+        """Decode steps, so far: each gives every sequence a token."""
+        return self._level
+
     def measure(self) -> float:
         """Seconds it was busy, up to now."""
         self._advance()
@@ -203,8 +208,9 @@ class ModelledEngine:
         work_s, self._done_s = done_s - self._done_s, done_s
         if self._is_busy:
             self.busy_s += elapsed_s
-            read_s, tokens = self._paces()
-            self._level += work_s * tokens
+            read_s, steps = self._paces()
+            self._level += work_s * steps
+            self.generated_tokens += work_s * steps * len(self._ends)
             if self._reading:
                 self._reading[0].unread_s -= work_s * read_s
 
@@ -249,7 +255,6 @@ class ModelledEngine:
         while self._ends and self._ends[0][0] <= self._level + NOT_A_TOKEN:
             _, _, sequence = heapq.heappop(self._ends)
             if not sequence.ended.done():
-                self.generated_tokens += sequence.tokens
                 sequence.ended.set_result(self._completion(sequence))
         self._begin()
 

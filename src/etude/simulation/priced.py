@@ -111,7 +111,7 @@ class PlannedRegion(Section):
     name: str
     engines: int = Field(ge=1)
     lent_engines: int = Field(default=0, ge=0)
-    """Those of them that production lends, in the hours of ``lent``."""
+    """Engines that production lends, in the hours of ``lent``."""
     lent: tuple[float, float] = (20.0, 8.0)
     """Hours of the day, from and until."""
     lent_usd_share: float = Field(default=1.0, ge=0)

@@ -1,11 +1,11 @@
-"""Processors that the parts of a machine share: clocks that slow down while more computes than there are processors.
+"""A model of processors that are shared: work slows down while more processes compute than there are processors.
 
-    work that a process gets done in a second = min(1, processors / (processes + commands that run))
-    work that a command gets done in a second = the same · commands that run / commands
+    work of a process per second = min(1, processors / (processes + running commands))
+    work of a command per second = the same · running commands / commands
 
-Trainer and engines are a process each. Agents' commands and graders come by the hundred; as many of them as there are
-processors run at a time, in turns, so that they do not crowd out trainer and engines. All of a kind get equally much
-done, so a clock of work for each kind is enough: who computes ends when it has gone on by what there was to do.
+Trainer and engines are a process each. Agents' commands and graders come by the hundred; at most as many of them as
+there are processors run at a time, in turns, so that they do not crowd out trainer and engines. All of a kind progress
+equally, so one clock of work for each kind is enough: a computation ends when the clock has advanced by its work.
 """
 
 import asyncio
@@ -17,11 +17,12 @@ from functools import partial
 from typing import final
 
 ROUNDING_S = 1e-9
+"""Tolerance of sums of times."""
 
 
 @final
 class WorkTimer:
-    """Something that is called when so much work is done."""
+    """A callback for when a given amount of work is done."""
 
     __slots__ = ("callback", "is_cancelled")
 
@@ -30,13 +31,13 @@ class WorkTimer:
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Call nothing."""
+        """Do not call back."""
         self.is_cancelled = True
 
 
 @final
 class _WorkClock:
-    """The work that each of a kind could do so far, and who waits for how much of it."""
+    """The work that each computation of a kind could do so far, and the timers that wait for it."""
 
     __slots__ = ("busy", "done_s", "ends")
 
@@ -46,13 +47,13 @@ class _WorkClock:
         self.ends: list[tuple[float, int, WorkTimer]] = []
 
     def left_s(self) -> float:
-        """Work until the next end."""
+        """Work until the next timer."""
         while self.ends and self.ends[0][2].is_cancelled:
             heapq.heappop(self.ends)
         return max(0.0, self.ends[0][0] - self.done_s) if self.ends else math.inf
 
     def call_back(self) -> None:
-        """Call all that is at its end."""
+        """Call back every timer that is due."""
         while self.ends and self.ends[0][0] <= self.done_s + ROUNDING_S:
             _, _, work = heapq.heappop(self.ends)
             if not work.is_cancelled:
@@ -61,10 +62,10 @@ class _WorkClock:
 
 @final
 class Processors:
-    """Processors of one machine, in the time of the running loop."""
+    """Processors of one machine, in the time of the running event loop."""
 
     def __init__(self, cores: float = math.inf) -> None:
-        """``cores`` is infinite where all have a processor of their own: then work passes like time."""
+        """With infinite ``cores`` everything has a processor of its own: then work passes like time."""
         self._cores = cores
         self._processes, self._commands = _WorkClock(), _WorkClock()
         self._at_s = 0.0
@@ -81,28 +82,28 @@ class Processors:
         return self._processes.done_s
 
     def occupy(self) -> None:
-        """Let one more process compute, until :meth:`release`."""
+        """Start one more process, until :meth:`release`."""
         self._change(self._processes, 1)
 
     def release(self) -> None:
-        """Let one fewer compute."""
+        """Stop one process."""
         self._change(self._processes, -1)
 
     def call_at(self, done_s: float, callback: Callable[[], None]) -> WorkTimer:
-        """Call back as soon as :meth:`done_s` is so much."""
+        """Call back as soon as :meth:`done_s` reaches ``done_s``."""
         return self._call_at(self._processes, done_s, callback)
 
     async def compute(self, seconds: float) -> None:
-        """Do the work of so many seconds, as a process of one's own."""
+        """Do ``seconds`` of work as one process."""
         await self._do(self._processes, seconds)
 
     async def run(self, seconds: float) -> None:
-        """Do the work of so many seconds, as a command."""
+        """Do ``seconds`` of work as one command."""
         await self._do(self._commands, seconds)
 
     @property
     def _paces(self) -> tuple[float, float]:
-        """Work that a process, and a command, gets done in a second."""
+        """Work per second of a process, and of a command."""
         processes, commands = self._processes.busy, self._commands.busy
         running = min(commands, self._cores)
         process = min(1.0, self._cores / (processes + running)) if processes or commands else 1.0
@@ -151,6 +152,6 @@ class Processors:
 
 
 def _end(waiting: "asyncio.Future[None]") -> None:
-    """Wake who computes, unless it has given up."""
+    """End a computation, unless it was cancelled."""
     if not waiting.done():
         waiting.set_result(None)

@@ -70,7 +70,7 @@ class Lent:
     """Before ``begin_s`` where it is on the next day."""
 
     def scaled(self, factor: float) -> "Lent":
-        """The same in a simulation whose seconds are so many times as long."""
+        """The same in a simulation whose seconds are longer by a factor."""
         day_s, begin_s, end_s = (seconds / factor for seconds in (self.day_s, self.begin_s, self.end_s))
         return replace(self, day_s=day_s, begin_s=begin_s, end_s=end_s)
 
@@ -131,7 +131,7 @@ class SimulatedRun:
         self.random = Random(seed)
         engines = sum(model.engines for model in regions)
         self.processors = Processors(calibration.cores)
-        """Those that trainer, agents, graders and, on one machine, engines share."""
+        """Processors that trainer, agents, graders and, on one machine, engines share."""
         self.regions = {
             model.name: ModelledRegion(
                 model.name,
@@ -153,7 +153,7 @@ class SimulatedRun:
         self._background: set[asyncio.Task[None]] = set()
 
     async def play(self, *, until_s: float | None = None) -> SimulatedEvents:
-        """Run all steps, or those of so many seconds, each part once."""
+        """Run all steps, or those of a number of seconds, each part once."""
         now = LoopClock().now
         with EventLog(self._folder / "events", "rollouts", now=now) as events, self.open_ledger() as ledger:
             self.start_background()
@@ -264,22 +264,23 @@ class SimulatedRun:
     async def _measure(self) -> None:
         """Report the load of engines, and the sandboxes that are open."""
         engines = [(f"{name}-{n}", e) for name, region in self.regions.items() for n, e in enumerate(region.engines)]
-        before = {name: (0.0, 0, 0) for name, _ in engines}
+        before = {name: (0.0, 0.0, 0, 0.0) for name, _ in engines}
         while True:
             await asyncio.sleep(STATS_S)
             self._occupied.append((LoopClock().now(), len(self.sandboxes)))
             for name, engine in engines:
-                now = engine.measure(), engine.generated_tokens, engine.prompt_tokens
-                busy_s, generated, read = (new - old for new, old in zip(now, before[name], strict=True))
+                now = engine.measure(), engine.generated_tokens, engine.prompt_tokens, engine.steps
+                busy_s, generated, read, steps = (new - old for new, old in zip(now, before[name], strict=True))
                 before[name] = now
                 stats = EngineStats(
                     busy_s=busy_s,
                     window_s=STATS_S,
-                    generated_tokens=int(generated),
+                    generated_tokens=round(generated),
                     prefill_tokens=int(read),
                     reused_tokens=0,
                     running=engine.running,
                     waiting=engine.waiting,
+                    steps=round(steps),
                 )
                 self._writer(f"serve-{name}")(stats)
 

@@ -98,7 +98,7 @@ def _merged(calibration: RunCalibration) -> tuple[Workload, float]:
 
 
 def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
-    """The same, with every time so many times shorter."""
+    """The same with all times divided by a factor."""
     return replace(
         calibration,
         engine=calibration.engine.scaled(1 / factor),

@@ -59,14 +59,14 @@ class Candidate:
 
 def sources_of(project: Project, texts: Mapping[str, str]) -> Mapping[str, SourceText]:
     """The Python files of the packages, stubs included."""
-    matches: dict[str, SourceText] = {}
+    sources: dict[str, SourceText] = {}
     for path, text in texts.items():
         if path.endswith((".py", ".pyi")) and project.is_source(path):
             try:
-                matches[path] = SourceText(path, text)
+                sources[path] = SourceText(path, text)
             except (SyntaxError, ValueError):
                 continue  # a template, or Python of another age
-    return matches
+    return sources
 
 
 def propose(project: Project, texts: Mapping[str, str], survey: Survey, *, seed: int) -> list[Candidate]:
@@ -78,7 +78,7 @@ def propose(project: Project, texts: Mapping[str, str], survey: Survey, *, seed:
         for path, text in texts.items()
         if path not in package and path not in documents and not project.is_test(path) and path != "PKG-INFO"
     ]
-    matches: dict[str, Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     for path, source in package.items():
         if path.endswith(".py"):
             for deletion in (
@@ -88,10 +88,10 @@ def propose(project: Project, texts: Mapping[str, str], survey: Survey, *, seed:
             ):
                 candidate = _deletion(source, deletion, texts)
                 if survey.affected(candidate.functions):
-                    matches[candidate.candidate_id] = candidate
+                    candidates[candidate.candidate_id] = candidate
             for candidate in _bugs(source, survey, seed):
-                matches[candidate.candidate_id] = candidate
-    return sorted(matches.values(), key=lambda candidate: _digest(seed, candidate.candidate_id))
+                candidates[candidate.candidate_id] = candidate
+    return sorted(candidates.values(), key=lambda candidate: _digest(seed, candidate.candidate_id))
 
 
 def _bugs(source: SourceText, survey: Survey, seed: int) -> Iterator[Candidate]:

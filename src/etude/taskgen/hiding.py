@@ -78,13 +78,13 @@ def _without(path: str, text: str | None, names: Iterable[str], gone: str) -> st
         return None
     required = set(names)
     edits: list[Edit] = []
-    matches: set[str] = set()
+    hidden: set[str] = set()
     for name, node, block in _definitions(source):
         mentions = bool(gone) and _mentions(source, node, gone)
         if name in required or (mentions and not isinstance(node, ast.ClassDef)):
-            matches.add(name)
+            hidden.add(name)
             edits.append(_cut(source, node, block))
-    if required - matches:
+    if required - hidden:
         return None  # it comes from a class elsewhere, or is made by a loop
     if gone:
         imports = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)]
@@ -100,18 +100,18 @@ def _without(path: str, text: str | None, names: Iterable[str], gone: str) -> st
 
 def _definitions(source: SourceText) -> list[tuple[str, ast.stmt, list[ast.stmt]]]:
     """Functions and classes at the top and methods of these classes, each with the block it is in."""
-    matches: list[tuple[str, ast.stmt, list[ast.stmt]]] = []
+    definitions: list[tuple[str, ast.stmt, list[ast.stmt]]] = []
     waiting: list[tuple[str, list[ast.stmt]]] = [("", source.tree.body)]
     while waiting:
         prefix, block = waiting.pop()
         for node in block:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                matches.append((prefix + node.name, node, block))
+                definitions.append((prefix + node.name, node, block))
             elif isinstance(node, ast.ClassDef):
                 waiting.append((f"{prefix}{node.name}.", node.body))
             elif isinstance(node, ast.If | ast.With):
                 waiting.append((prefix, node.body))
-    return matches
+    return definitions
 
 
 def _is_test(name: str) -> bool:

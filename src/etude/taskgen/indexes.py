@@ -75,7 +75,7 @@ def _index_requirement(line: str) -> str:
     try:
         requirement = Requirement(line)
     except InvalidRequirement:
-        raise _rejection(line, "it is no name with versions") from None
+        raise _rejection(line, "it is not a name with versions") from None
     if requirement.url is not None:
         raise _rejection(line, f"it is a direct reference to {requirement.url}, which would be built on this machine")
     if any(specifier.operator == "===" for specifier in requirement.specifier):
@@ -117,7 +117,7 @@ def _failure(requested: Sequence[str], message: str, output: str) -> InstallErro
     if REFUSED in output:
         taken = TAKEN.findall(message)
         what = taken[-1] if taken else "something"
-        why = f"{what} is no wheel of an index and would be built on this machine: {FIX}"
+        why = f"{what} is not a wheel of an index and would be built on this machine: {FIX}"
     else:
         why = errors[-1] if errors else output[-200:]
     return InstallError(

@@ -155,11 +155,11 @@ def _search_data(
     if gone is not None and gone.search(data):
         yield Leak(place=place, what=f"mentions {removed_names.gone}")
     if b"\0" in data:  # between words of compiled code stands anything, letters too
-        matches = {word for word in removed_names.words if word in data}
+        words = {word for word in removed_names.words if word in data}
     else:
-        matches = set(WORD.findall(data)) & removed_names.words
-    if removed_names.words and len(matches) >= min(WORDS, len(removed_names.words)):
-        yield Leak(place=place, what=f"has words of the removed code: {sorted(matches)[:WORDS]}")
+        words = set(WORD.findall(data)) & removed_names.words
+    if removed_names.words and len(words) >= min(WORDS, len(removed_names.words)):
+        yield Leak(place=place, what=f"has words of the removed code: {sorted(words)[:WORDS]}")
     if removed_names.windows:
         text = normalised(data.decode("utf-8", "replace"))
         for window in removed_names.windows:
@@ -266,16 +266,16 @@ def _windows(removed: list[tuple[int, str]], before: str) -> Iterator[str]:
     """Every three lines in a row around or in what was removed; of a shorter text its longest line, if it says much."""
     lines = [(number, line.strip()) for number, line in enumerate(before.splitlines()) if line.strip()]
     numbers = {number for number, line in removed if line.strip()}
-    matches = 0
+    window_count = 0
     for start in range(len(lines) - WINDOW + 1):
         window = lines[start : start + WINDOW]
         text = "\n".join(line for _, line in window)
         inside = sum(number in numbers for number, _ in window)
         if inside >= min(WINDOW, len(numbers)) and inside and len(text) >= WINDOW_CHARACTERS:
-            matches += 1
+            window_count += 1
             yield f"\n{text}\n"
     longest = max((line.strip() for _, line in removed), key=len, default="")
-    if not matches and len(longest) >= LINE_CHARACTERS:
+    if not window_count and len(longest) >= LINE_CHARACTERS:
         yield f"\n{longest}\n"
 
 

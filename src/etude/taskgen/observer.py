@@ -69,9 +69,9 @@ class Observer:
         if ids is not None:
             self.select(config, items, set(ids))
         elif named is not None:
-            matches = {item.nodeid for item in items if is_in(item.nodeid, named)}
-            others = [item.nodeid for item in items if item.nodeid not in matches][: self.step["others"]]
-            self.select(config, items, matches.union(others))
+            requested = {item.nodeid for item in items if is_in(item.nodeid, named)}
+            others = [item.nodeid for item in items if item.nodeid not in requested][: self.step["others"]]
+            self.select(config, items, requested.union(others))
         if self.step.get("seed"):
             shuffler = random.Random(self.step["seed"])
             groups: dict[str, list[Any]] = {}
@@ -296,8 +296,8 @@ def wait(child: int, deadline: float) -> str:
     ended = ""
     pause = 0.001
     while True:
-        matches, status = os.waitpid(child, os.WNOHANG)
-        if matches:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
             break
         if time.monotonic() > deadline:
             ended = "timeout"

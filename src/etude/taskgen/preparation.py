@@ -184,8 +184,7 @@ class Preparation:
         python = await self._python()
         last: InstallError | None = None
         for number, requirements in enumerate(attempts(project)):
-            requirements = requirements
-            matches: tuple[Path, RunObservation] | None = None
+            installed: tuple[Path, RunObservation] | None = None
             for repair in range(REPAIRS):
                 layer = scratch / f"site-{number}-{repair}"
                 try:
@@ -202,14 +201,14 @@ class Preparation:
                 say(f"installed {len(pins)} packages: {' '.join(pins)}")
                 self._folder.write(PINS_FILE, "".join(f"{pin}\n" for pin in pins).encode())
                 run = await self._first_run(project, (layer, pristine), environment(project))
-                matches = layer, run
+                installed = layer, run
                 missing = _missing(project, run, requirements)
                 if not missing:
-                    return matches
+                    return installed
                 say(f"missing: {', '.join(missing)}")
                 requirements = (*requirements, *missing)
-            if matches is not None:
-                return matches  # what is missing yet cannot be had, or is the tests' own
+            if installed is not None:
+                return installed  # what is missing yet cannot be had, or is the tests' own
         raise last or InstallError(f"nothing to install for {project.name}")
 
     async def _python(self) -> str:
@@ -263,12 +262,11 @@ class Preparation:
         names = [f"-path '*-packages/{name}' -o -path '*-packages/{name}.py'" for name in project.modules]
         script = FIND_COPIES.format(work=WORKDIR, site=SITE, names=" -o ".join(names))
         result = await sandbox.exec(["sh", "-c", script], timeout_s=120.0)
-        matches = result.stdout.split()
-        if matches:
+        copies = result.stdout.split()
+        if copies:
             raise CopyError(
-                f"the base system {self._settings.base!r} holds a copy of {project.name} in {matches[0]}, where an "
-                f"agent "
-                "could look everything up: use one without it, such as --base debian"
+                f"the base system {self._settings.base!r} holds a copy of {project.name} in {copies[0]}, where "
+                "an agent could look everything up: use one without it, such as --base debian"
             )
 
     @asynccontextmanager

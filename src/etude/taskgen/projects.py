@@ -164,7 +164,7 @@ def _project_name(name: object) -> str:
     """The name of a project, if it is one that indexes would take: folders of tasks are called by it."""
     if not isinstance(name, str) or not PROJECT_NAME.fullmatch(name.strip()):
         raise SourceError(
-            f"{name!r} is no name of a project: write letters, digits, '.', '-' and '_', the first and the last a "
+            f"{name!r} is not a valid project name: write letters, digits, '.', '-' and '_', the first and the last a "
             "letter or digit, as name in [project] of pyproject.toml (in PKG-INFO, where there is one)"
         )
     return name.strip()
@@ -180,14 +180,13 @@ def _licence(info: Message, table: Mapping[str, Any]) -> str:
 
 def _sources(files: Mapping[str, str], name: str) -> tuple[str, tuple[str, ...]]:
     for root in ("src", "lib", "."):
-        matches = sorted(_packages(files, root))
-        if matches:
-            required = name.replace("-", "_").replace(".", "_").lower()
-            own = [
-                path for path in matches if required and PurePosixPath(path).stem.lower() in (required, f"py{required}")
-            ]
-            without = [path for path in matches if PurePosixPath(path).stem.lower() == required.removeprefix("python_")]
-            return root, tuple(own or without or matches)
+        packages = sorted(_packages(files, root))
+        if packages:
+            module = name.replace("-", "_").replace(".", "_").lower()
+            stems = {path: PurePosixPath(path).stem.lower() for path in packages}
+            own = [path for path, stem in stems.items() if module and stem in (module, f"py{module}")]
+            without = [path for path, stem in stems.items() if stem == module.removeprefix("python_")]
+            return root, tuple(own or without or packages)
     raise SourceError(f"no Python package among {len(files)} files: expected a folder with __init__.py, or a module")
 
 
@@ -217,13 +216,13 @@ def _tests(
     named = _pytest_table(pyproject).get("testpaths") or settings.get("tool:pytest", {}).get("testpaths") or ""
     requested = _texts(named) if isinstance(named, list) else str(named).split()
     test_files = [path for path in files if is_test_file(path)]
-    matches = [
+    test_paths = [
         path
         for path in requested
         if any(file == path or file.startswith(f"{path.rstrip('/')}/") for file in test_files)
     ]
-    if matches:
-        return tuple(path.rstrip("/") for path in matches)
+    if test_paths:
+        return tuple(path.rstrip("/") for path in test_paths)
     if not test_files:
         raise NoTestsError(
             "no file is called test_*.py or *_test.py, nor tests.py beside the package or in a folder of tests: tasks "
@@ -317,7 +316,7 @@ def _toml(text: str) -> Mapping[str, Any]:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise SourceError(f"pyproject.toml is no TOML: {error}") from error
+        raise SourceError(f"pyproject.toml is not TOML: {error}") from error
 
 
 def _ini(text: str) -> Mapping[str, Mapping[str, str]]:
@@ -343,8 +342,8 @@ def _setup_call(text: str) -> Mapping[str, ast.expr]:
 
 def _setup_list(text: str, key: str) -> list[str]:
     value = _setup_call(text).get(key)
-    matches = value.elts if isinstance(value, ast.List | ast.Tuple) else [value] if value is not None else []
-    return [item.value for item in matches if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+    items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value] if value is not None else []
+    return [item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)]
 
 
 def _setup_name(files: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -56,6 +57,7 @@ IDENTITY = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_ATTR_NOSYSTEM": "1",
     "GIT_TERMINAL_PROMPT": "0",
+    "GIT_NO_LAZY_FETCH": "1",
     "LC_ALL": "C",
 }
 """Author of commits, the same for all, so that equal files make equal layers; settings of this machine play no part."""
@@ -64,6 +66,12 @@ SAFE_OPTIONS = (
     *("-c", "core.attributesFile=/dev/null", "-c", "commit.gpgSign=false", "-c", "tag.gpgSign=false"),
 )
 """Settings by which git runs no other program."""
+COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+CONFIG = {
+    40: "[core]\n\trepositoryformatversion = 0\n\tbare = true\n",
+    64: "[core]\n\trepositoryformatversion = 1\n\tbare = true\n[extensions]\n\tobjectFormat = sha256\n",
+}
+"""Settings of a repository by the length of its commits' names: of SHA-1, of SHA-256."""
 GIT_TIMEOUT_S = 120.0
 
 
@@ -144,12 +152,53 @@ def git(tree: Path, *arguments: str) -> str:
 
 
 def read_repository(repository: Path, *arguments: str) -> str:
-    """Run a reading command of git on somebody's repository, bare or not, and return what it printed.
+    """Run a reading command of git on the head and the objects of somebody's repository, bare or not, and return what
+    it printed.
 
+    Its own settings are not read: they can name programs for filters of files, signatures, or objects that are missing.
     Raises :class:`~etude.taskgen.failures.SourceError`.
     """
-    place = repository.absolute()
-    return _git(place, arguments, {"GIT_DIR": str(place / GIT if (place / GIT).exists() else place)}, GIT_TIMEOUT_S)
+    with tempfile.TemporaryDirectory(prefix="etude-git-") as name:
+        try:
+            _view(repository.absolute(), own := Path(name))
+        except (OSError, ValueError) as error:
+            raise SourceError(f"{repository} is no git repository that can be read: {error}") from error
+        return _git(own, arguments, {"GIT_DIR": str(own)}, GIT_TIMEOUT_S)
+
+
+def _view(repository: Path, folder: Path) -> None:
+    """Make a repository in an empty folder that has the objects of another one and its head, detached."""
+    place = repository / GIT if (repository / GIT).exists() else repository
+    if place.is_file():  # a work tree of another repository
+        place = repository / place.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+    shared = place / "commondir"
+    shared = place / shared.read_text(encoding="utf-8").strip() if shared.is_file() else place
+    commit = _head(place, shared)
+    if not COMMIT.fullmatch(commit):
+        raise ValueError(f"its HEAD is {commit!r}")
+    objects = str((shared / "objects").resolve(strict=True))
+    if "\n" in objects:
+        raise ValueError("its path has more than one line")
+    (folder / "objects" / "info").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "objects" / "info" / "alternates").write_text(objects + "\n", encoding="utf-8")
+    (folder / "HEAD").write_text(commit + "\n", encoding="ascii")
+    (folder / "config").write_text(CONFIG[len(commit)], encoding="ascii")
+    if (shared / "shallow").is_file():
+        shutil.copyfile(shared / "shallow", folder / "shallow")
+
+
+def _head(place: Path, shared: Path) -> str:
+    """The commit that a repository's head is at; its branches are in the folder ``shared``."""
+    head = (place / "HEAD").read_text(encoding="utf-8").strip()
+    if not head.startswith("ref:"):
+        return head
+    branch = head.removeprefix("ref:").strip()
+    if ".." not in PurePosixPath(branch).parts and (shared / branch).is_file():
+        return (shared / branch).read_text(encoding="utf-8").strip()
+    packed = shared / "packed-refs"
+    lines = packed.read_text(encoding="utf-8").splitlines() if packed.is_file() else []
+    return next((line.split(" ", 1)[0] for line in lines if line.endswith(f" {branch}")), f"{branch}, which is empty")
 
 
 def clone(url: str, target: Path, *, timeout_s: float) -> None:

@@ -12,12 +12,12 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from etude.taskgen.failures import SourceError
 from etude.taskgen.indexes import run_pip
-from etude.taskgen.scrubbing import clean_files, clone, copy_clean
+from etude.taskgen.scrubbing import clean_files, clone, copy_clean, read_repository
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 FETCH_TIMEOUT_S = 600.0
@@ -27,6 +27,8 @@ SOURCE_INDEX = (sys.executable, "-P", str(Path(__file__).with_name("source_index
 PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!_-]+")
 ARCHIVE_BYTES = 512 << 20
 """The most that an archive may unpack to."""
+ARCHIVE_MEMBERS = 100_000
+"""Most files and folders of one."""
 TEXT_BYTES = 2 << 20
 """A larger file is no source."""
 RECORD = "PKG-INFO"
@@ -51,12 +53,17 @@ def fetch(reference: str, folder: Path) -> Path:
     if path.is_dir() and not (path / "HEAD").is_file():
         copy_clean(path, folder / "tree", {})
         return folder / "tree"
-    if path.is_dir() or re.match(r"(git\+)?(https?|ssh|git|file)://|[\w.-]+@[\w.-]+:", reference):
+    if path.is_dir():  # a bare repository
+        archive = (folder / "head.tar").absolute()
+        read_repository(path, "archive", "--format=tar", f"--output={archive}", "HEAD")
+        _unpack(archive, folder / "tree")
+        return folder / "tree"
+    if re.match(r"(git\+)?(https?|ssh|git|file)://|[\w.-]+@[\w.-]+:", reference):
         url = reference.removeprefix("git+")
         clone(url, folder / "tree", timeout_s=FETCH_TIMEOUT_S)
         return folder / "tree"
     raise SourceError(
-        f"{reference!r} is no folder, git URL or archive ({', '.join(ARCHIVES)}) here; an index: pypi:NAME==VERSION"
+        f"{reference!r} is not a folder, git URL or archive ({', '.join(ARCHIVES)}) here; an index: pypi:NAME==VERSION"
     )
 
 
@@ -121,11 +128,11 @@ def _unpack(archive: Path, folder: Path) -> Path:
     try:
         if archive.name.endswith(".zip"):
             with zipfile.ZipFile(archive) as zipped:
-                _check_size(archive, sum(member.file_size for member in zipped.infolist()))
+                _check_size(archive, (member.file_size for member in zipped.infolist()))
                 zipped.extractall(folder)
         else:
             with tarfile.open(archive) as packed:
-                _check_size(archive, sum(member.size for member in packed))
+                _check_size(archive, (member.size for member in packed))
                 packed.extractall(folder, filter="data")
     except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
         raise SourceError(f"{archive} cannot be unpacked: {error}") from error
@@ -133,9 +140,13 @@ def _unpack(archive: Path, folder: Path) -> Path:
     return inner[0] if len(inner) == 1 and inner[0].is_dir() else folder
 
 
-def _check_size(archive: Path, size_bytes: int) -> None:
-    if size_bytes > ARCHIVE_BYTES:
-        raise SourceError(f"{archive} unpacks to {size_bytes} bytes, at most {ARCHIVE_BYTES}")
+def _check_size(archive: Path, sizes: Iterable[int]) -> None:
+    """Read the sizes of members, no further than what may be unpacked."""
+    size_bytes = 0
+    for number, member_bytes in enumerate(sizes, start=1):
+        size_bytes += member_bytes
+        if size_bytes > ARCHIVE_BYTES or number > ARCHIVE_MEMBERS:
+            raise SourceError(f"{archive} unpacks to more than {ARCHIVE_BYTES} bytes or {ARCHIVE_MEMBERS} members")
 
 
 def remove(folder: Path) -> None:

@@ -71,7 +71,7 @@ class Survey:
                 calls={name: tuple(calls) for name, calls in fields["calls"].items()},
             )
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"this is no survey: {error!r}") from error
+            raise ValueError(f"this is not a survey: {error!r}") from error
 
 
 def survey_of(runs: Sequence[RunObservation], watched: RunObservation) -> Survey:
@@ -87,12 +87,12 @@ def survey_of(runs: Sequence[RunObservation], watched: RunObservation) -> Survey
             "the tests that hang out of pytest's testpaths",
             log=hung[0].output,
         )
-    matches = sorted({test for run in runs for test in run.tests})
+    tests = sorted({test for run in runs for test in run.tests})
     broken = tuple(sorted({file for run in runs for file, _ in run.errors}))
     log = "\n".join((*(why for _, why in runs[0].errors), runs[0].output))[-4000:]
-    if not matches:
+    if not tests:
         raise NoTestsError(f"pytest found no test; {len(broken)} files could not be collected: {broken[:3]}", log=log)
-    ran = [test for test in matches if any(test in run.tests and run.tests[test].status != "skipped" for run in runs)]
+    ran = [test for test in tests if any(test in run.tests and run.tests[test].status != "skipped" for run in runs)]
     passing = [test for test in ran if all(run.passed(test) for run in runs)]
     flaky = tuple(test for test in ran if test not in set(passing) and any(run.passed(test) for run in runs))
     if len(passing) < max(MIN_PASSING, MIN_PASSING_SHARE * len(ran)):
@@ -107,7 +107,7 @@ def survey_of(runs: Sequence[RunObservation], watched: RunObservation) -> Survey
         stable=fit,
         flaky=flaky,
         failing=tuple(sorted(set(ran) - set(passing) - set(flaky))),
-        skipped=len(matches) - len(ran),
+        skipped=len(tests) - len(ran),
         unfit=tuple(sorted(set(seconds) - set(fit))),
         broken=broken,
         reached={name: tuple(sorted(owners)) for name, owners in watched.reached.items()},

@@ -28,7 +28,7 @@ MAX_ABOUT = 60
 OTHERS = 20
 """Tests that passed before, and must go on passing, that a task names…"""
 FAR = 5
-"""…at most so many of which do not even reach what was changed."""
+"""…and most of them that do not even reach what was changed."""
 MAX_HIDDEN_BYTES = 1 << 20
 """For all hidden test files of a task together."""
 PROBE_CASES = 12

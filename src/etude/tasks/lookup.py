@@ -89,8 +89,8 @@ class Inquiry:
     @property
     def required(self) -> tuple[Fact, ...]:
         """The facts that are asked for, in that order."""
-        matches = {fact.name: fact for page in self.pages for fact in page}
-        return tuple(matches[name] for name in self.requested)
+        facts = {fact.name: fact for page in self.pages for fact in page}
+        return tuple(facts[name] for name in self.requested)
 
     def text(self, place: int) -> str:
         """Page number ``place``, from 0: its facts, and what to read next."""

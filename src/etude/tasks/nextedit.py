@@ -177,11 +177,11 @@ def _variables(function: Function) -> Mapping[str, Mapping[int, set[int]]]:
     shared = {name for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
     bound = {_name(node) for node in nodes if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)} - shared
     chosen = {name for name in bound - {"self", "cls"} if len(name) <= LONGEST_NAME}
-    matches: dict[str, defaultdict[int, set[int]]] = {name: defaultdict(set) for name in chosen}
+    columns: dict[str, defaultdict[int, set[int]]] = {name: defaultdict(set) for name in chosen}
     for node in nodes:
-        if _name(node) in matches:
-            matches[_name(node)][node.lineno].add(node.col_offset)
-    return matches
+        if _name(node) in columns:
+            columns[_name(node)][node.lineno].add(node.col_offset)
+    return columns
 
 
 def _name(node: Variable) -> str:

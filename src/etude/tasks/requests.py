@@ -44,7 +44,7 @@ class UserRequest(Section):
     files: dict[str, str] = Field(default={})
     """Files in the agent's sandbox: path → text."""
     keep: tuple[str, ...] = ()
-    """Those of them that must be as they were when the agent is done."""
+    """Files that the agent must leave unchanged."""
     history: tuple[EarlierMessage, ...] = ()
     """Messages before it."""
 

@@ -76,9 +76,9 @@ class SummariesFamily:
         return cls(heldout_every=context.heldout_every)
 
     def __init__(self, *, heldout_every: int) -> None:
-        matches = sorted(library(), key=lambda one: hashlib.sha256(one.text.encode()).digest())
+        functions = sorted(library(), key=lambda one: hashlib.sha256(one.text.encode()).digest())
         sides = {
-            split: [one for one in matches if is_heldout(one.module, heldout_every) == (split is Split.HELDOUT)]
+            split: [one for one in functions if is_heldout(one.module, heldout_every) == (split is Split.HELDOUT)]
             for split in Split
         }
         self._functions: Mapping[Split, Sequence[SummarisedFunction]] = {
@@ -142,11 +142,11 @@ def is_heldout(module: str, one_in: int) -> bool:
 def library() -> Sequence[SummarisedFunction]:
     """All functions of the library's modules that are short enough, in order, each text once."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    matches: dict[str, SummarisedFunction] = {}
+    by_text: dict[str, SummarisedFunction] = {}
     for file in sorted(folder.glob("*.py")):
         for function in functions_of(file.stem, file.read_text(encoding="utf-8", errors="replace")):
-            matches.setdefault(function.text, function)
-    return tuple(matches.values())
+            by_text.setdefault(function.text, function)
+    return tuple(by_text.values())
 
 
 def functions_of(module: str, source: str) -> Iterator[SummarisedFunction]:

@@ -199,6 +199,8 @@ class EngineStats:
     """Drafts that were verified."""
     accepted_tokens: int = 0
     """Drafts that were what was sampled."""
+    steps: int = 0
+    """Steps that it computed; 0 where it does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +242,7 @@ class GatewayStats:
     window_s: float
     calls: int
     failed: int
-    """Those that were answered with an error, or whose caller hung up."""
+    """Calls that were answered with an error, or whose caller hung up."""
     call_s: float
     """Sum of their durations."""
     waited_s: float

@@ -19,7 +19,7 @@ OTHERS = "others"
 SHOWN = 20
 """Templates in the figures, those with the most hacks first."""
 Z95 = 1.959964
-"""Quantile of a normal distribution: 95 % lie within so many standard deviations."""
+"""Quantile of a normal distribution: 95 % lie within this many standard deviations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

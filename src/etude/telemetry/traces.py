@@ -12,8 +12,8 @@
                   └ train          the step that consumed it; linked with the step's own trace
     step 17       └ links to all its rollouts
 
-The id of a trace is derived from the rollout's, and ids of spans from that and their names: no process has to tell
-another, and a span that is made twice is the same. Owns what the spans are. Pure: no clock, no I/O.
+The id of a trace is derived from the rollout's, and ids of spans from that and their names: processes need not exchange
+them, and a span that is made twice is the same. Owns what the spans are. Pure: no clock, no I/O.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ STAGES: Mapping[str, tuple[RolloutStage, ...]] = MappingProxyType(
         "scoring": (RolloutStage.SCORING,),
     }
 )
-"""Spans of a rollout, in order, and the stages that each has; model and tools take turns."""
+"""Spans of a rollout, in order, and the stages that each covers; model and tools take turns."""
 PROCESS_OF = {"session": "gateway", "sandbox": "sandbox", "grading": "grader"}
-"""Span → the service that works in it; that of rollouts in the others."""
+"""Span → the service that works in it; in other spans it is the rollouts process."""
 SESSIONS = 20_000
-"""Sessions whose calls wait for the end of their rollout; beyond these the oldest are forgotten."""
+"""Most sessions whose calls are remembered until their rollout ends; the oldest are forgotten first."""
 MODEL = "policy"
 """The name of the model that is trained."""
 PROVIDER = "etude"
@@ -48,15 +48,15 @@ ROOT = "rollout"
 TRAIN = "train"
 """Purpose of the rollouts that steps consume."""
 FAILED = 400
-"""HTTP statuses from here on are failures."""
+"""The lowest HTTP status that is a failure."""
 NOTHING: Mapping[str, Attribute] = MappingProxyType({})
-Group: TypeAlias = tuple[str, int]
-"""Purpose and index."""
+GroupKey: TypeAlias = tuple[str, int]
+"""Purpose and index of a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Some work, with its beginning and end as Unix time."""
+    """A unit of work, with its start and end as Unix time."""
 
     trace_id: int
     """128 bits."""
@@ -66,44 +66,44 @@ class Span:
     """``None``: the root of its trace."""
     name: str
     service: str
-    """Name of the process that worked."""
+    """Name of the process that did the work."""
     start_s: float
     end_s: float
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
     links: tuple[tuple[int, int], ...] = ()
-    """Trace and span ids of others that it goes back to."""
+    """Trace and span ids of related spans."""
     error: str = ""
-    """Empty where it succeeded."""
+    """Empty if it succeeded."""
     is_call: bool = False
     """True for a call of another process."""
 
 
 def trace_id(name: str) -> int:
-    """The id of a trace, of a rollout's id or of ``RUN/step/NUMBER``."""
+    """The id of the trace of a rollout, by its id, or of a step, by ``RUN/step/NUMBER``."""
     return int.from_bytes(hashlib.sha256(f"etude trace {name}".encode()).digest()[:16]) or 1
 
 
 def span_id(trace: int, name: str) -> int:
-    """The id of a span by its name, which is the only one in its trace."""
+    """The id of a span by its name, which is unique in its trace."""
     return int.from_bytes(hashlib.sha256(f"{trace:032x} {name}".encode()).digest()[:8]) or 1
 
 
 class RolloutTraces:
-    """The fold from events to spans: those of a rollout when it ended, and once more when it was trained on."""
+    """Builds spans from events: those of a rollout when it has ended, and the last ones when it was trained on."""
 
     def __init__(self, run: str, share: float = 1.0) -> None:
-        """``run`` is the id of the run; ``share`` is that of the rollouts that are traced."""
+        """``run`` is the id of the run; ``share`` is the share of rollouts that are traced."""
         self._run = run
         self._share = share
         self._calls: dict[str, list[Logged]] = {}
         """Session → its calls so far."""
-        self._admitted: dict[Group, float] = {}
-        """Group that no step has consumed → when it was admitted."""
-        self._waiting: dict[Group, list[tuple[str, float]]] = {}
-        """Such a group → its graded rollouts, and when each ended."""
+        self._admitted: dict[GroupKey, float] = {}
+        """Group that no step has consumed → its time of admission."""
+        self._waiting: dict[GroupKey, list[tuple[str, float]]] = {}
+        """Such a group → its graded rollouts and the time at which each ended."""
 
     def add(self, logged: Logged) -> list[Span]:
-        """Fold in one event; the spans that are complete now."""
+        """Take in one event and return the spans that are now complete."""
         match logged.event:
             case GroupAdmitted() as admitted:
                 self._admitted[admitted.purpose, admitted.group_index] = logged.at_s
@@ -178,7 +178,7 @@ class RolloutTraces:
         ]
 
     def _consumed(self, index: int) -> list[tuple[str, float]]:
-        """The graded rollouts of a training group, which wait no more."""
+        """Remove and return the graded rollouts of a training group."""
         self._admitted.pop((TRAIN, index), None)
         return self._waiting.pop((TRAIN, index), [])
 
@@ -266,7 +266,7 @@ def _call(logged: Logged, number: int, play: Span) -> Iterator[Span]:
 def _consumption(
     rollout_id: str, times_s: tuple[float, float, float], step: tuple[int, int], logged: Logged
 ) -> Iterator[Span]:
-    """The spans of a rollout that ended, then was begun to be trained on, then was."""
+    """The spans of a rollout between its end, the start of the step that trained on it, and that step's end."""
     assert isinstance(logged.event, StepDone)
     trace, (ended_s, begin_s, done_s) = trace_id(rollout_id), times_s
     for name, start_s, end_s in (("wait", ended_s, begin_s), ("train", begin_s, max(begin_s, done_s))):

@@ -307,7 +307,9 @@ def _keyed(key: str) -> Any:  # a middleware, whose type aiohttp does not name
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("X-API-Key", "")
-        if request.path != "/api/v1/healthz" and not hmac.compare_digest(given.encode(), key.encode()):
+        if request.path != "/api/v1/healthz" and not hmac.compare_digest(
+            given.encode(errors="surrogateescape"), key.encode()
+        ):
             return _error(401, "X-API-Key is not this server's key: set TINKER_API_KEY to what it printed")
         return await handler(request)
 

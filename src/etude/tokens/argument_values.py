@@ -32,7 +32,7 @@ DEEPEST = 100
 
 
 def _refuse_constant(name: str) -> Json:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -224,7 +224,7 @@ class NestedCall:
         for part in parts:
             tag, opened, text = part.partition(">")
             if not opened or not tag.startswith("<"):
-                raise ValueError(f"{part!r} is no tag")
+                raise ValueError(f"{part!r} is not a tag")
             if tag.startswith("</"):
                 if tag[2:] != closing or text.strip():
                     raise ValueError(f"{tag!r} closes nothing")

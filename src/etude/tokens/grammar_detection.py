@@ -100,7 +100,7 @@ class CallSupport:
     rendered: tuple[str, ...] = ()
     """Probes that the template renders."""
     differing: tuple[str, ...] = ()
-    """Those of them that are not read back as they were."""
+    """Probes among them that are not read back as they were."""
 
     @property
     def is_read(self) -> bool:

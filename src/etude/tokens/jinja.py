@@ -115,7 +115,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     ends = _read_object(generation).get("eos_token_id") if generation.exists() else None
     for end in ends if isinstance(ends, list) else [ends]:
         if isinstance(end, bool) or not isinstance(end, int | None):
-            raise DamagedError(f"{generation}: eos_token_id {ends!r} is no token id or list of them")
+            raise DamagedError(f"{generation}: eos_token_id {ends!r} is not a token id or list of them")
         if end is not None:
             stops.append(end)
     return Checkpoint(

@@ -133,7 +133,7 @@ class IncrementalReader:
         return deltas
 
     def _tokens_until(self, characters: int) -> int:
-        """Count of the tokens that it took to complete so many characters, at least one, of the raw text."""
+        """Number of tokens, at least one, that completed the first ``characters`` characters of the raw text."""
         last = bisect_left(self._fed, characters, key=lambda fed: fed[0]) - 1
         num_tokens = sum(len(token_ids) for _, _, token_ids in self._fed[:last])
         reached, state, token_ids = self._fed[last]
@@ -173,9 +173,9 @@ class _Stops:
         if not self._stops:
             return text, None
         text = self._pending + text
-        matches = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
-        if matches:
-            end, start, stop = min(matches)
+        hits = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
+        if hits:
+            end, start, stop = min(hits)
             self._pending = ""
             self.ended_at = self._released + end
             return text[:start], stop

@@ -33,7 +33,7 @@ compares each message with each other gets there at a thousand messages.
 STEP_CHARACTERS, STEP_ITEMS = 256, 16
 """So much of a text or a list that an operator makes counts as one step."""
 CALL_STEPS = 20
-"""A call takes as long as so many items of a loop."""
+"""Cost of a call, in iterations of a loop."""
 MAX_BITS = 4096
 """Size of the largest number that a template computes: products of larger ones take time beyond any count of steps."""
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -1,7 +1,7 @@
-"""A tokenizer as chat formats need it: the text of token ids, and ids of text without forging any.
+"""A tokenizer as chat formats need it: text of token ids, and ids of text that cannot forge control tokens.
 
-Owns the bytes behind each id, their decoding while they come, and the guard that keeps text from spelling control
-tokens. Does not own how a conversation looks (:mod:`etude.tokens.chat`, :mod:`etude.tokens.jinja`).
+Owns the bytes behind each id, their incremental decoding, and the guard that keeps text from spelling control tokens.
+The format of conversations is :mod:`etude.tokens.chat`'s and :mod:`etude.tokens.jinja`'s.
 """
 
 import codecs
@@ -21,23 +21,24 @@ Spec: TypeAlias = "dict[str, Json]"
 """One object of a ``tokenizer.json``."""
 
 TextState: TypeAlias = tuple[bytes, bool]
-"""The bytes of an unfinished character; whether a space at the start is still to be dropped."""
+"""The bytes of an incomplete character; true if a space at the start is still to be dropped."""
 
 NONCE_DIGITS = 40
-"""Length of a stand-in: 132 bits, not to be guessed by a message's author. Digits survive every filter that a
-template may put text through: JSON, case, trimming.
+"""Length of a stand-in: 132 bits, which no author of a message can guess. Digits survive every filter that a template
+may apply to text: JSON, case, trimming.
 """
 MOST_IDS = 1 << 22
-"""Token ids that a tokenizer may have, 16 times those of the largest there are: tables are made for all of them."""
+"""Most token ids of a tokenizer, 16 times those of the largest in use: tables are made for all of them."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """SentencePiece's spelling of a byte that no token covers."""
 
 
 def check_tokenizer(text: str) -> None:
-    """Raise ``ValueError`` for a ``tokenizer.json`` that its library would die of instead of refusing it.
+    """Raise ``ValueError`` for a ``tokenizer.json`` that would crash its library instead of being refused.
 
-    That is an id for which it makes a table of gigabytes, and a prefix of subwords that merges do not have: it takes as
-    many bytes off them, and half a character ends the process. No name may be there twice, so that both see the same.
+    That is an id for which it would allocate a table of gigabytes, and a subword prefix that merges lack: the library
+    cuts that many bytes off them, and half a character ends the process. No key may occur twice, so that both parsers
+    see the same.
     """
     spec: Json = json.loads(text, object_pairs_hook=_unique)
     model = spec.get("model") if isinstance(spec, dict) else None
@@ -59,7 +60,7 @@ def check_tokenizer(text: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """An object of JSON."""
+    """A JSON object without repeated keys."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("it names something twice in one object")
@@ -69,7 +70,7 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 class Spelling:
     """The bytes that each token id adds to a text.
 
-    Special tokens add nothing, nor do ids beyond the table, which a padded model may sample. Raises
+    Special tokens add nothing, and neither do ids beyond the table, which a padded model may sample. Raises
     :class:`~etude.errors.DamagedError` for a decoder that is neither byte-level nor SentencePiece's.
     """
 
@@ -95,7 +96,7 @@ class Spelling:
         self._strips = spell.strips
 
     def respelt(self, spellings: Mapping[int, str]) -> "Spelling":
-        """The same but for the tokens that ``spellings`` names (id → text)."""
+        """A copy with other texts for the tokens in ``spellings`` (id → text)."""
         table = list(self._table)
         for index, text in spellings.items():
             if index < len(table):  # a padded model may know more ids than its tokenizer
@@ -105,17 +106,17 @@ class Spelling:
         return other
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids; what is no UTF-8 becomes U+FFFD."""
+        """The text of ids; invalid UTF-8 becomes U+FFFD."""
         stream = self.stream()
         return stream.feed(token_ids) + stream.finish()
 
     def stream(self) -> "TextStream":
-        """Decodes ids while they come."""
+        """A decoder of ids as they arrive."""
         return TextStream(self._table, strips=self._strips)
 
 
 class TextStream:
-    """Incremental decoding of tokens to text; incomplete characters are kept until they are whole.
+    """Incremental decoding of tokens to text; incomplete characters are kept until they are complete.
 
     With ``strips`` a space at the very start belongs to SentencePiece, not to the text.
     """
@@ -127,17 +128,17 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The whole characters that these ids complete."""
+        """The text that these ids complete."""
         table, size = self._table, self._size
         text = self._decoder.decode(b"".join([table[token_id] for token_id in token_ids if token_id < size]))
         return self._stripped(text) if self._strips else text
 
     def finish(self) -> str:
-        """The text of an unfinished character."""
+        """The text of an incomplete character at the end."""
         return self._decoder.decode(b"", True)
 
     def state(self) -> TextState:
-        """The state of the stream, for :meth:`lengths` later on."""
+        """The state of the stream, for :meth:`lengths`."""
         return self._decoder.getstate()[0], self._strips
 
     def lengths(self, state: TextState, token_ids: Sequence[int]) -> Iterator[int]:
@@ -161,11 +162,11 @@ def stand_in() -> str:
 class Guard:
     """Encodes text in which only the template may produce ``controls``, the control tokens (text → id).
 
-    What people and tools wrote is passed through :meth:`hide` before a template sees it: there a stand-in splits
-    whatever spells a control token. :meth:`encode` then knows which ones the template wrote. It gives those names that
-    cannot be guessed, takes the stand-ins out and encodes with a twin of the tokenizer that knows the controls by those
-    names only. So every other id is what the tokenizer makes of the whole text. The twin takes as much memory as the
-    tokenizer.
+    Text of people and tools passes through :meth:`hide` before a template sees it, which splits everything that spells
+    a control token by a stand-in. So :meth:`encode` can tell which control tokens the template wrote. It replaces these
+    by secret names, removes the stand-ins, and encodes with a twin of the tokenizer that knows the control tokens only
+    by their secret names. All other ids are those that the tokenizer gives the whole text. The twin takes as much
+    memory as the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, controls: Mapping[str, int]) -> None:
@@ -185,13 +186,13 @@ class Guard:
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def hide(self, text: str) -> str:
-        """``text`` with a stand-in inside whatever spells a control token."""
+        """``text`` with a stand-in inside everything that spells a control token."""
         while self._controls.search(text):  # again where two overlapped
             text = self._controls.sub(lambda match: match[0][0] + self._split + match[0][1:], text)
         return text
 
     def hide_all(self, value: Json) -> Json:
-        """The same for every text inside ``value``, names included."""
+        """``value`` with every text in it hidden, keys included."""
         if isinstance(value, str):
             return self.hide(value)
         if isinstance(value, list):
@@ -201,20 +202,20 @@ class Guard:
         return value
 
     def find_control(self, rendered: str, start: int = 0) -> str | None:
-        """The control token that a template wrote at ``start`` or behind whitespace there."""
+        """The control token that a template wrote at ``start``, or after whitespace there."""
         while start < len(rendered) and rendered[start].isspace():
             start += 1
         match = self._controls.match(rendered, start)
         return match[0] if match else None
 
     def encode(self, rendered: str) -> list[int]:
-        """The ids of what a template made of hidden texts."""
+        """The ids of what a template rendered from hidden texts."""
         if self._split not in rendered:
             return self._ids(self._tokenizer, rendered)
         return self._ids(self._twin, self._controls.sub(self._name, rendered).replace(self._split, ""))
 
     def encode_plain(self, text: str) -> list[int]:
-        """The ids of text that no template wrote: none is a control token."""
+        """The ids of text that no template wrote, none of them a control token."""
         return self._ids(self._twin, text)
 
     def _name(self, match: re.Match[str]) -> str:
@@ -227,7 +228,7 @@ class Guard:
 
 
 def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """The same tokenizer, with other spellings for some tokens; ids stay."""
+    """A copy of a tokenizer with other texts for some tokens, and the same ids."""
     spec: Spec = json.loads(tokenizer.to_str())
     for token in _objects(spec.get("added_tokens")):
         content = token.get("content")
@@ -251,7 +252,7 @@ def _objects(value: Json) -> list[Spec]:
 
 
 def _decoders(tokenizer: Tokenizer) -> list[Spec]:
-    """The parts of the decoder, with a sequence laid flat."""
+    """The parts of the decoder, with a sequence flattened."""
     spec: Spec = json.loads(tokenizer.to_str())
     decoder = spec.get("decoder")
     if isinstance(decoder, dict) and decoder.get("type") == "Sequence":
@@ -260,7 +261,7 @@ def _decoders(tokenizer: Tokenizer) -> list[Spec]:
 
 
 class _ByteLevel:
-    """GPT-2's way: each byte has a printable character of its own; a token with any other character is itself."""
+    """GPT-2's spelling: each byte has a printable character of its own; a token with any other character is itself."""
 
     strips = False
 
@@ -278,7 +279,7 @@ class _ByteLevel:
 
 
 class _MetaspaceSpelling:
-    """SentencePiece's way: a mark for the space, ``<0xE2>`` for a byte, a space before the first word."""
+    """SentencePiece's spelling: a mark for the space, ``<0xE2>`` for a byte, a space before the first word."""
 
     def __init__(self, decoders: Iterable[Spec]) -> None:
         self._spaces: list[tuple[str, str]] = []

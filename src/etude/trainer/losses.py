@@ -67,11 +67,11 @@ class Totals:
     sampled: int = 0
     """Sampled tokens, those of groups without a signal included."""
     sampled_trajectories: int = 0
-    """Likewise."""
+    """Trajectories with sampled tokens, those of groups without a signal included."""
     lost_tokens: float = 0.0
     """Loss tokens that rollouts would have had that infrastructure lost."""
     lost_trajectories: float = 0.0
-    """Likewise."""
+    """Trajectories that would have had them."""
 
     @property
     def planned_tokens(self) -> float:

@@ -5,8 +5,8 @@ measure learning. Instead the last few published states are kept, and a sample o
 very version that sampled it. A turn is comparable when one version sampled all of it: the engine never reuses a prefix
 across versions, so then that version computed its whole context too.
 
-The scorer computes as the loss does, temperature, kept set and replay of the sampling rows included. Rows that it has
-no comparable token for are left to its own router: the engine computed them with other weights, or said nothing.
+The scorer computes as the loss does, with the temperature, sampling mask and router replay of each token. Rows without
+a comparable token are left to its own router: the engine computed them with other weights, or recorded no routes.
 
 Shape legend: N compared tokens, L tokens of a trajectory.
 """
@@ -57,7 +57,7 @@ class Mismatch:
 MIN_TOKENS = 100
 """Fewer compared tokens than this neither warn nor stop: their mean says little."""
 NOTHING_COMPARED = Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
-"""Without tokens."""
+"""The mismatch of no tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def summarise(differences_N: Floats, *, pairs: int = 0, flips: int = 0) -> Misma
 class MismatchProbe:
     """Keeps ``versions`` recent weight versions and scores trajectories under them.
 
-    ``config`` says whether routes are replayed; ``auto`` must have been decided for the device.
+    ``config`` says whether routes are replayed; ``auto`` must have been resolved for the device.
     """
 
     def __init__(self, scorer: VersionScorer, config: NumericsConfig, *, versions: int) -> None:
@@ -122,22 +122,22 @@ class MismatchProbe:
         return cls(WholeScorer(model, config), config, versions=versions)
 
     def remember(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Keep a model's state as ``version`` in the host's memory, of several ranks with ``None`` the policy's own;
-        forgets the oldest beyond the bound.
+        """Keep a model's state as ``version`` in the host's memory and forget the oldest beyond the bound. With several
+        ranks ``state`` is ``None``: each keeps its part of the policy.
         """
         self._scorer.remember(version, state, most=self._versions)
 
     def measure(self, trajectories: Sequence[Trajectory], *, max_tokens: int) -> MismatchReport:
         """Compare every comparable turn of ``trajectories``, ``max_tokens`` tokens at a time."""
-        comparison: dict[int, _ComparedTokens] = {}
+        by_version: dict[int, _ComparedTokens] = {}
         for version in sorted(self._scorer.versions):
             rows = [(t, mask) for t in trajectories if (mask := comparable(t, version)).any()]
             if rows:
-                comparison[version] = _compared(rows, self._score(version, rows, max_tokens))
-        everything = list(comparison.values())
+                by_version[version] = _compared(rows, self._score(version, rows, max_tokens))
+        everything = list(by_version.values())
         return MismatchReport(
             total=_summary(everything),
-            versions=tuple((version, _summary([compared])) for version, compared in comparison.items()),
+            versions=tuple((version, _summary([compared])) for version, compared in by_version.items()),
             positions=_by_position(everything),
         )
 
@@ -147,7 +147,7 @@ class MismatchProbe:
         One forward pass for each version that sampled some of a trajectory. Raises
         :class:`~etude.errors.DamagedError` where a version is not remembered.
         """
-        comparison = [np.zeros(len(t.token_ids), np.float32) for t in trajectories]
+        logprobs = [np.zeros(len(t.token_ids), np.float32) for t in trajectories]
         for version in sorted({int(version) for t in trajectories for version in np.unique(t.versions[t.loss_mask])}):
             if version not in self._scorer.versions:
                 raise DamagedError(
@@ -158,8 +158,8 @@ class MismatchProbe:
             chosen = [index for index, (_, mask) in enumerate(rows) if mask.any()]
             scored = self._score(version, [rows[index] for index in chosen], max_tokens)
             for index, row in zip(chosen, scored.logprobs, strict=True):
-                comparison[index] += row
-        return comparison
+                logprobs[index] += row
+        return logprobs
 
     def _score(self, version: int, rows: Sequence[Row], max_tokens: int) -> Rescored:
         return self._scorer.score(version, rows, max_tokens=max_tokens, replays=self._config.replay != "off")
@@ -222,5 +222,5 @@ def _by_position(chunks: Sequence[_ComparedTokens]) -> tuple[tuple[int, Mismatch
     differences_N = np.concatenate([np.zeros(0, np.float32), *(chunk.differences_N for chunk in chunks)])
     places_N = np.concatenate([np.zeros(0, np.int32), *(chunk.positions_N for chunk in chunks)])
     ranges_N = np.searchsorted(POSITIONS, places_N, side="right") - 1
-    comparison = ((first, differences_N[ranges_N == index]) for index, first in enumerate(POSITIONS))
-    return tuple((first, summarise(differences)) for first, differences in comparison if len(differences))
+    by_position = ((first, differences_N[ranges_N == index]) for index, first in enumerate(POSITIONS))
+    return tuple((first, summarise(differences)) for first, differences in by_position if len(differences))

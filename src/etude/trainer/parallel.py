@@ -10,8 +10,8 @@ few tokens, so they are spread widely without splitting anything else as widely.
 parameters are its ``DTensor`` objects; without sharding each rank has the whole model. Gradients are added up, never
 averaged: every loss is divided by the totals of the whole batch before it gets here.
 
-Owns the meshes and the sharding. The journeys of tokens are :mod:`etude.trainer.parallel`', those
-of keys :mod:`etude.trainer.parallel_context`'s.
+Owns the meshes, the sharding and the exchange of tokens between ranks with different experts. Keys are exchanged by
+:mod:`etude.trainer.parallel_context`.
 """
 
 import contextlib
@@ -38,10 +38,11 @@ from etude.trainer.parallel_context import ContextParallel
 from etude.types import Floats
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Longest time that ranks wait for each other before all of them fail: longer than a publication may take, after which
-rank 0 says what went wrong."""
+"""Longest wait of ranks for each other before all of them fail: longer than a publication may take, whose failure rank
+0 reports itself.
+"""
 BUCKET_NUMBERS = 1 << 24
-"""Numbers of gradients that are added up at a time: 64 MiB, of which there is a copy meanwhile."""
+"""Gradient numbers that are added up at a time: 64 MiB, copied once."""
 MATRIX_ROWS = 1
 """The axis of expert parameters [E, rows, columns] that is sharded over the ranks with the same experts."""
 
@@ -71,32 +72,32 @@ class Grid:
 
     @property
     def rank(self) -> int:
-        """Index of the process, 0 … world − 1; rank 0 alone speaks to other processes."""
+        """Index of the process, 0 … world − 1; only rank 0 talks to other processes."""
         return self.everyone.get_local_rank()
 
     @property
     def world(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return self.everyone.size()
 
     @property
     def shares(self) -> int:
-        """Into how many shares a batch is divided."""
+        """Number of shares into which a batch is divided."""
         return self.sequences["dp"].size()
 
     @property
     def share(self) -> int:
-        """Index of the one that this process trains on, 0 … shares − 1."""
+        """Index of the share that this process trains on, 0 … shares − 1."""
         return self.sequences.get_local_rank("dp")
 
     @property
     def context(self) -> ContextParallel | None:
-        """Context parallelism: the split of sequences; ``None`` where they are not."""
+        """Context parallelism: the split of sequences; ``None`` if they are not split."""
         mesh = self.sequences["cp"]
         return ContextParallel(mesh) if mesh.size() > 1 else None
 
     def broadcast(self, payload: bytes) -> bytes:
-        """Send the bytes that rank 0 passes to every rank; what the others pass does not matter."""
+        """Send the bytes that rank 0 passes to every rank; the argument of other ranks is ignored."""
         device = self.everyone.device_type
         size = torch.tensor([len(payload)], device=device)
         dist.broadcast(size, 0)
@@ -106,7 +107,7 @@ class Grid:
         return received.cpu().numpy().tobytes()
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        """Each number, added up over all ranks."""
+        """The sum of each number over all ranks."""
         totals = torch.tensor(numbers, dtype=torch.float64, device=self.everyone.device_type)
         dist.all_reduce(totals)
         sums: list[float] = totals.tolist()
@@ -119,7 +120,7 @@ class Grid:
         return int(most)
 
     def by_share(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of each share of the batch, which all of its ranks pass; as many on every rank."""
+        """The numbers of every share of the batch. All ranks of a share pass the same, and every rank as many."""
         rows = torch.zeros(self.shares, len(numbers), dtype=torch.int64, device=self.everyone.device_type)
         if self.sequences.get_local_rank("cp") == 0:
             rows[self.share] = torch.tensor(numbers, device=rows.device)
@@ -128,7 +129,7 @@ class Grid:
         return every
 
     def summed(self, numbers: Floats) -> Floats:
-        """The sums over all ranks of float32 arrays, which have one shape everywhere."""
+        """The sum over all ranks of float32 arrays of the same shape."""
         totals = torch.from_numpy(numbers).to(self.everyone.device_type)
         dist.all_reduce(totals)
         sums: Floats = totals.cpu().numpy()
@@ -137,15 +138,15 @@ class Grid:
 
 @contextlib.contextmanager
 def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
-    """Join the mesh of the ranks that were started; ``None`` for one process. NCCL between GPUs, else gloo.
+    """Join the mesh of the started ranks; ``None`` for a single process. NCCL between GPUs, else gloo.
 
-    Raises :class:`~etude.errors.ConfigError` unless as many were started as ``config`` has ranks.
+    Raises :class:`~etude.errors.ConfigError` if the number of started processes is not that of ``config``.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.ranks:
         raise ConfigError(
-            f"dp * cp = {config.ranks}, but {started} processes were started: start them by `etude train`, `midtrain` "
-            f"or `sft`, or change parallel.dp or parallel.imitation_dp"
+            f"dp * cp = {config.ranks}, but {started} processes were started: start them with `etude train`, "
+            f"`midtrain` or `sft`, or change parallel.dp or parallel.imitation_dp"
         )
     if config.ranks == 1:
         yield None
@@ -164,18 +165,17 @@ def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
 def parallelise(
     model: CausalModel, grid: Grid, fill: Callable[[nn.Module], None], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Shard the weights of ``model``, which lie on ``meta``, in place, or fill in all of them where the grid has them
-    whole; every rank has to fill in the same ones.
+    """Shard the weights of ``model``, which are on ``meta``, in place; without sharding, fill in all of them on every
+    rank. All ranks must fill in the same weights.
 
-    Shards are float32, and so are sums of gradients. Blocks are gathered in ``dtype``, the type that the model's
-    arithmetic rounds parameters to where it uses them: the same numbers as of a gathered float32, half the traffic, and
-    no rounded copy beside it. Experts in a low precision are gathered in float32, from which they are rounded.
-    Embedding and head are, too: they are used in several places and chunks, whose gradients must not be added up in
-    ``dtype``.
+    Shards are float32, and so are sums of gradients. Blocks are gathered in ``dtype``, the type to which the model's
+    arithmetic rounds parameters: the same numbers as from a gathered float32, with half the traffic and no rounded
+    copy. Experts in low precision are gathered in float32, from which they are rounded. So are embedding and head: they
+    are used in several places and chunks, whose gradients must not be added up in ``dtype``.
 
-    ``fill`` is called with each block and at last with the model, right before its parameters are sharded, to give that
-    part memory (:func:`materialise`) and weights: no device ever holds more than a block beside its shards. Raises
-    :class:`~etude.errors.ConfigError` for experts that cannot be divided as the grid wants.
+    ``fill`` is called with each block and finally with the model, right before its parameters are sharded, to give it
+    memory (:func:`materialise`) and weights: no device ever holds more than a block beside its shards. Raises
+    :class:`~etude.errors.ConfigError` for experts that cannot be divided by the grid.
     """
     if not grid.is_sharded:
         for part in (*model.blocks, model):
@@ -190,8 +190,8 @@ def parallelise(
             _spread(routed, grid.experts, rounded if routed.format is None else exact)
         fully_shard(block, mesh=grid.everyone, mp_policy=rounded)
     fill(model)
-    # Embedding and head are used outside of the model's own forward pass as well: they stay whole until the backward
-    # pass is through.
+    # Embedding and head are also used outside of the model's forward pass: they stay gathered until the backward pass
+    # has ended.
     fully_shard(model, mesh=grid.everyone, reshard_after_forward=False, mp_policy=exact)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -232,7 +232,7 @@ def add_gradients(model: nn.Module, grid: Grid) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours that are sent together, at most :data:`BUCKET_NUMBERS` or one tensor."""
+    """Consecutive tensors that are sent together, of at most :data:`BUCKET_NUMBERS` numbers, or one tensor."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         if bucket and sum(each.numel() for each in bucket) + tensor.numel() > BUCKET_NUMBERS:
@@ -244,11 +244,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def clip_gradients(model: nn.Module, max_norm: float, *, without: nn.Module | None = None) -> Tensor:
-    """Clip gradients to ``max_norm`` by their global norm, but for those of the part ``without``; returns that norm, a
-    scalar.
+    """Clip gradients, except those of the part ``without``, to ``max_norm`` by their global norm; returns that norm.
 
-    On one process exactly ``torch.nn.utils.clip_grad_norm_``. Sharded, each number of the gradient lies on one rank, so
-    squares are added up over all.
+    On one process this is exactly ``torch.nn.utils.clip_grad_norm_``. With sharding each number of the gradient is on
+    one rank, so squares are added up over all ranks.
     """
     left_out = set() if without is None else set(without.parameters())
     own = (parameter.grad for parameter in model.parameters() if parameter not in left_out)
@@ -317,7 +316,7 @@ def _by_expert(arriving_We: Tensor) -> Tensor:
 
 
 def _computed(compute: Callable[[Tensor, Tensor], Tensor], rows_rI: Tensor, ends_e: Tensor) -> Tensor:
-    """[r,O]: of no rows, none, but still a function of the weights, which must get a gradient on every rank."""
+    """[r,O]: ``compute``; without rows the empty result still depends on the weights: all ranks need a gradient."""
     if len(rows_rI):
         return compute(rows_rI, ends_e)
     lone_1I = torch.cat((rows_rI, rows_rI.new_zeros(1, rows_rI.shape[1])))

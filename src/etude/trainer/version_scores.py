@@ -42,7 +42,7 @@ class Rescored:
     pairs: int = 0
     """Pairs of token and expert that were replayed."""
     flips: int = 0
-    """Those that the router would not have chosen."""
+    """Pairs among them that the router would not have chosen."""
 
 
 class VersionScorer(Protocol):
@@ -50,7 +50,7 @@ class VersionScorer(Protocol):
 
     @property
     def versions(self) -> Collection[int]:
-        """Those that are remembered."""
+        """The versions that are remembered."""
         ...
 
     def remember(self, version: int, state: Mapping[str, Tensor] | None, *, most: int) -> None:

@@ -1,9 +1,9 @@
-"""The A/B test of a release as it goes: what the controller sees, and how it came to that, session by session.
+"""The A/B test of a pending release: the evidence so far, and how it developed session by session.
 
-    sessions of both arms, in the order in which they ended ──▶ the proof's interval after so many users, at 40 places
+    sessions of both arms, in the order in which they ended ──▶ the confidence interval after each of PLACES prefixes
 
-Figures are the controller's own (:meth:`~etude.releases.controller.ReleaseController.canary_evidence`): a person who
-looks on sees neither more nor less than what decides. Confidence sequences hold at all times, so looking costs nothing.
+Figures are the controller's own (:meth:`~etude.releases.controller.ReleaseController.canary_evidence`): people see
+exactly what decides. Confidence sequences are valid at all times, so looking early costs nothing.
 """
 
 from collections.abc import Sequence
@@ -15,34 +15,35 @@ from etude.config.release import MetricConfig, ReleaseConfig
 from etude.feedback.archive import SessionArchive
 from etude.releases.controller import ReleaseController, canary_facts
 from etude.releases.experiment import ArmDifference, UserSums
-from etude.releases.states import release_on_the_way
+from etude.releases.states import pending_release
 from etude.releases.store import ArmSession, ReleaseStore, finite
 from etude.routing_table import RoutingTable
 from etude.types import Json
 
 PLACES = 40
-"""Places of the path that is drawn."""
+"""Points of the curve."""
 
 
 def arm_test(
     config: ReleaseConfig, store: ReleaseStore, feedback: SessionArchive | None, table: RoutingTable | None
 ) -> Json:
-    """The test that is under way; ``None`` where none is."""
-    way = release_on_the_way(store.releases())
-    canary = canary_facts(store, config, way, table)
-    if canary is None or way is None or table is None or table.canary is None:
+    """The running test; ``None`` if there is none."""
+    pending = pending_release(store.releases())
+    canary = canary_facts(store, config, pending, table)
+    if canary is None or pending is None or table is None or table.canary is None:
         return None
     controller = ReleaseController(config)
     sessions = store.sessions([table.label(table.live), table.label(table.canary)])
     ends = {} if feedback is None else feedback.ends([session.session_id for session in sessions])
     ordered = sorted(sessions, key=lambda session: ends.get(session.session_id, 0.0))
-    sums = {metric.name: canary.sums[metric.name] for metric in (config.metric, *config.guardrails)}
+    metrics = (config.metric, *config.guardrails)
+    sums = {metric.name: canary.sums[metric.name] for metric in metrics}
     return {
-        "version": way.version,
+        "version": pending.version,
         "against": table.live.version,
-        "evidence": finite(controller.canary_evidence(canary, way)),
+        "evidence": finite(controller.canary_evidence(canary, pending)),
         "proof": _plain(controller.proof(*sums[config.metric.name])),
-        "metrics": [_metric(metric, sums[metric.name], metric == config.metric) for metric in _metrics(config)],
+        "metrics": [_metric(metric, sums[metric.name], metric == config.metric) for metric in metrics],
         "path": _path(controller, ordered, config.metric.name, table),
         "needs": {
             "min_sessions": config.min_sessions,
@@ -52,10 +53,6 @@ def arm_test(
             "stages": len(config.canary_shares),
         },
     }
-
-
-def _metrics(config: ReleaseConfig) -> tuple[MetricConfig, ...]:
-    return (config.metric, *config.guardrails)
 
 
 def _metric(metric: MetricConfig, sums: tuple[UserSums, UserSums], decides: bool) -> Json:
@@ -73,7 +70,7 @@ def _metric(metric: MetricConfig, sums: tuple[UserSums, UserSums], decides: bool
 def _path(
     controller: ReleaseController, sessions: Sequence[ArmSession], metric: str, table: RoutingTable
 ) -> list[Json]:
-    """The proof's interval after the first sessions, the first tenth, and so on up to all."""
+    """The confidence interval after growing prefixes of the sessions, up to all of them."""
     assert table.canary is not None
     control, treatment = table.label(table.live), table.label(table.canary)
     counts = sorted({round(number) for number in np.linspace(len(sessions) / PLACES, len(sessions), PLACES)} - {0})

@@ -20,7 +20,7 @@ from etude.errors import RunFolderError, UserError
 from etude.feedback.archive import SessionArchive, SessionRecord
 from etude.ledger.archive import Archive
 from etude.ledger.changes import LIVE
-from etude.releases.states import former_release, live_release, release_on_the_way, release_to_take_back
+from etude.releases.states import former_release, live_release, pending_release, release_to_take_back
 from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind, finite
 from etude.routing_table import RoutingTable
 from etude.run.keys import KeyRole
@@ -93,7 +93,9 @@ def rollback(query: RunQuery) -> Json:
     run, fix = query.run, f"`etude keys derive {query.run.folder.name} release` prints it"
     if not query.key:
         raise Forbidden(f"a rollback needs the release key of this run: {fix}")
-    if not hmac.compare_digest(query.key.strip().encode(), run.folder.key(KeyRole.RELEASE).encode()):
+    if not hmac.compare_digest(
+        query.key.strip().encode(errors="surrogateescape"), run.folder.key(KeyRole.RELEASE).encode()
+    ):
         raise Forbidden(f"that is not the release key of this run: {fix}")
     version, by = _request(query.body)
     with closing(open_releases(run.folder)) as store:
@@ -240,7 +242,7 @@ def _table(run: RunReader) -> RoutingTable | None:
 
 def _release_facts(run: RunReader, store: ReleaseStore) -> Json:
     config, releases, moves, table = run.config.release, store.releases(), store.moves(), _table(run)
-    live, way, due = live_release(releases), release_on_the_way(releases), release_to_take_back(releases)
+    live, pending, due = live_release(releases), pending_release(releases), release_to_take_back(releases)
     former = former_release(releases)
     states = Counter(str(release.state) for release in releases)
     return {
@@ -251,8 +253,10 @@ def _release_facts(run: RunReader, store: ReleaseStore) -> Json:
         "has_shadow": config.shadow_sessions > 0,
         "live": None if live is None else live.version,
         "former": None if former is None else former.version,
-        "way": None if way is None else {"version": way.version, "state": str(way.state), "stage": way.stage},
-        "due": due.version if due is not None and (way is not None or former is not None) else None,
+        "way": None
+        if pending is None
+        else {"version": pending.version, "state": str(pending.state), "stage": pending.stage},
+        "due": due.version if due is not None and (pending is not None or former is not None) else None,
         "states": dict(states),
         "releases": [*(asdict(one) | {"state": str(one.state)} for one in reversed(releases))],
         "moves": [finite(asdict(move)) for move in moves][::-1],

@@ -1,9 +1,9 @@
-"""The page as a process: a server on a socket, and the child of `etude run` that serves it beside a run.
+"""The live page as a process: a server on a socket, and the child of `etude run` that serves it beside a run.
 
-    etude run ──socket that listens──▶ etude ui RUN --fd N, of the lowest priority
+    etude run ──listening socket──▶ etude ui RUN --fd N, at the lowest priority
 
-It is no process of the run: nobody waits for it, restarts it or minds its end. Its socket is opened by the parent, so
-that the URL is known, and can be opened, before the child has started.
+It is not one of the run's processes: nothing waits for it or restarts it. The parent opens its socket, so that the URL
+is known, and works, before the child has started.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from typing import TextIO
 from aiohttp import web
 
 from etude.errors import PortInUseError
+from etude.run.connections import Connections, LimitedSite
 from etude.run.endpoints import HOST
 from etude.run.folder import RunFolder
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
@@ -27,13 +28,13 @@ from etude.ui.runs import RunList
 from etude.ui.server import STREAMS, ui_app
 
 TOKEN_VARIABLE = "ETUDE_UI_TOKEN"
-"""Environment variable with the token, where it is not to be drawn."""
+"""Environment variable with the token; without it a token is drawn at random."""
 SHUTDOWN_S = 0.5
-"""Longest wait for browsers that read a stream when the page is stopped."""
+"""Longest wait for open streams when the page is stopped."""
 STOP_S = 5.0
-"""Longest wait for a page that was told to stop with its run."""
+"""Longest wait for the page's process to stop with its run."""
 LOWEST_PRIORITY = 19
-"""Niceness of a page beside a run: it computes when nobody else does."""
+"""Niceness of a page beside a run: it computes when nothing else does."""
 
 
 def new_token() -> str:
@@ -42,7 +43,7 @@ def new_token() -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises :class:`~etude.errors.PortInUseError` naming the options to change."""
+    """A listening socket. Raises :class:`~etude.errors.PortInUseError` naming the options to change."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -52,7 +53,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def page_url(listener: socket.socket, token: str) -> str:
-    """The URL to open: the token stands behind ``#``, which browsers send to nobody."""
+    """The URL to open, with the token behind ``#``, which browsers do not send anywhere."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/#token={token}"
 
@@ -63,7 +64,10 @@ async def serve_page(runs: RunList, listener: socket.socket, token: str) -> None
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
-        await web.SockSite(runner, listener).start()
+        connections = Connections()
+        assert runner.server is not None, "it was set up"
+        connections.watch(runner.server)
+        await LimitedSite(runner, listener, connections).start()
         await asyncio.Event().wait()
     finally:
         try:
@@ -74,9 +78,9 @@ async def serve_page(runs: RunList, listener: socket.socket, token: str) -> None
 
 @contextmanager
 def page_beside(folder: RunFolder, out: TextIO) -> Iterator[str]:
-    """Serve the page of a run while the context is open; yields its URL, or nothing where none is wanted.
+    """Serve the page of a run while the context is open; yields its URL, or "" if ``log.page`` switches it off.
 
-    It is wanted as ``log.page`` says. One that cannot be started is a warning on ``out``, never an error.
+    A page that cannot be started is a warning on ``out``, never an error.
     """
     setting = folder.config().log.page
     if setting is False or (setting == "terminal" and not out.isatty()):
@@ -97,7 +101,7 @@ def page_beside(folder: RunFolder, out: TextIO) -> Iterator[str]:
 
 
 def be_child() -> None:
-    """Take the lowest priority, end with the parent, and leave Ctrl-C to it."""
+    """Run at the lowest priority, end with the parent, and leave Ctrl-C to it."""
     os.nice(LOWEST_PRIORITY)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()

@@ -45,7 +45,7 @@ class RunQuery:
         try:
             return int(text)
         except ValueError as error:
-            raise UserError(f"{name}={text!r} is no whole number") from error
+            raise UserError(f"{name}={text!r} is not a whole number") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ class LineFold(Protocol):
     """Something that is made of the fields of some kinds of events: fast enough for a hundred thousand."""
 
     KINDS: ClassVar[frozenset[str]]
-    """Those that it takes; others are not even parsed."""
+    """Kinds of events that it takes; others are not even parsed."""
 
     def add(self, kind: str, fields: Fields) -> None:
         """Fold in one event; those of one process come in their order."""
@@ -217,7 +217,7 @@ def check_places(places: Sequence[Path]) -> None:
     """Raise :class:`~etude.errors.RunFolderError` for a place that can hold no run."""
     for place in places:
         if not place.is_dir():
-            raise RunFolderError(f"{place} is no folder: name a run folder, or a folder with run folders in it")
+            raise RunFolderError(f"{place} is not a folder: name a run folder, or a folder with run folders in it")
 
 
 def overview_or_error(reader: RunReader) -> dict[str, Json]:

@@ -212,7 +212,9 @@ def _keyed(token: str) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if request.path.startswith("/api/") and not hmac.compare_digest(given.encode(), token.encode()):
+        if request.path.startswith("/api/") and not hmac.compare_digest(
+            given.encode(errors="surrogateescape"), token.encode()
+        ):
             return _json(
                 {"error": "open the page by the URL that `etude ui` printed: the token in it is missing here"}, 401
             )

@@ -60,9 +60,9 @@ class TimeUse:
     engines_busy: float | None = None
     """Mean over engines and the time of which they reported."""
     engines_busy_meanwhile: float | None = None
-    """Likewise, while the trainer waited."""
+    """Mean busy share of the engines while the trainer waited."""
     engines: int = 0
-    """Those that reported."""
+    """Engines that reported."""
     in_flight: float | None = None
     """Mean number of rollouts for training."""
     in_flight_meanwhile: float | None = None

@@ -72,7 +72,7 @@ def _seconds(query: RunQuery, name: str, default: float) -> float:
     try:
         return float(text) if text else default
     except ValueError as error:
-        raise UserError(f"{name}={text!r} is no number of seconds") from error
+        raise UserError(f"{name}={text!r} is not a number of seconds") from error
 
 
 def _lane(lane: Lane, edges: Floats) -> dict[str, Json]:

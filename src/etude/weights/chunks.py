@@ -210,7 +210,7 @@ def _run_fields(spec: TensorSpec) -> tuple[int, int, int, int]:
 
 def _parse_spec(name: str, dtype: str, shape: list[int], *run: int) -> TensorSpec:
     if not isinstance(name, str):
-        raise ValueError(f"{name!r} is no name of a tensor")
+        raise ValueError(f"{name!r} is not a valid tensor name")
     spec = TensorSpec(name=name, dtype=dtype, shape=tuple(map(_require_integer, shape)))
     if tuple(map(_require_integer, run)) != _run_fields(spec):
         raise ValueError(f"it holds a part of tensor {name!r} only")
@@ -219,5 +219,5 @@ def _parse_spec(name: str, dtype: str, shape: list[int], *run: int) -> TensorSpe
 
 def _require_integer(value: object) -> int:
     if type(value) is not int:  # a bool is no number here
-        raise ValueError(f"{value!r} is no integer")
+        raise ValueError(f"{value!r} is not an integer")
     return value

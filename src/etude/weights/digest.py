@@ -55,7 +55,7 @@ class Digest:
     def parse(cls, text: str) -> "Digest":
         """The inverse of :meth:`hex`. Raises ``ValueError`` for anything else."""
         if len(text) != _HEX_DIGITS or not set(text) <= set("0123456789abcdef"):
-            raise ValueError(f"{text!r} is no digest: it must be {_HEX_DIGITS} lower-case hex digits")
+            raise ValueError(f"{text!r} is not a digest: it must be {_HEX_DIGITS} lower-case hex digits")
         return cls(int(text[:16], 16), int(text[16:], 16))
 
 

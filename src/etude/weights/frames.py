@@ -135,7 +135,7 @@ def parse(data: bytes | memoryview) -> Frame:
     magic, number, size_bytes, exponent_bits, count, elements, changed, *digests = _HEADER.unpack_from(view)
     codec = CODECS.get(number)
     if magic != _MAGIC or codec is None:
-        raise DamagedError(f"a frame starts with {magic!r} and codec {number}; this is no frame, or of another version")
+        raise DamagedError(f"a frame starts with {magic!r} and codec {number}; this is no frame of this version")
     element = next(
         (e for e in ELEMENTS.values() if (e.size_bytes, e.exponent_bits) == (size_bytes, exponent_bits)), None
     )

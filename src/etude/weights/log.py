@@ -55,7 +55,7 @@ from etude.weights.records import (
 )
 
 _LAYOUTS_KEPT = 16
-"""Those of this launch of the trainer, and of some launches before."""
+"""Layouts in the cache: of this launch of the trainer and some before."""
 _LEASES_HELD = 2
 """A reader's newest lease and the one before, so that no listing finds it between two."""
 FULL_REQUEST_FOLDER = "full-requests"

@@ -160,11 +160,9 @@ def ladder(version: int, base: int = LADDER_BASE, levels: Collection[int] = LADD
 
 
 def needs_anchor(version: int, every: int) -> bool:
-    """Return true if an anchor should be written for ``version``: every so many, and not for 0, which is whole
-    itself.
-    """
+    """True if ``version`` should have an anchor: multiples of ``every``, except 0, which is whole itself."""
     if every < 1:
-        raise ValueError(f"anchors every {every} versions cannot be; the least is 1")
+        raise ValueError(f"anchors every {every} versions: expected at least 1")
     return version > 0 and version % every == 0
 
 

@@ -314,7 +314,7 @@ class Publisher(Closing):
                 self._failed.append(error)
 
     def _compact(self, most: int) -> None:
-        """Begin to write the merged links of so many versions that still have none."""
+        """Start to write the merged links of versions that still have none."""
         due, self._owed = self._owed[:most], self._owed[most:]
         self._pending += [self._follow_ups.submit(self._compactor.after, version) for version in due]
 

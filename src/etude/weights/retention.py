@@ -182,7 +182,7 @@ def _unreferenced(log: WeightLog, dropped: Collection[str], before_s: float) -> 
 
 
 def _untouched(log: WeightLog, entries: Sequence[ObjectEntry]) -> list[ObjectEntry]:
-    """Those that are still as they were listed: what was written again meanwhile is in use."""
+    """The entries that are still as they were listed: objects that were written again meanwhile are in use."""
     folders = {entry.key.partition("/")[0] for entry in entries}
     now = {entry.key: entry.modified_s for folder in sorted(folders) for entry in log.store.entries(folder)}
     return [entry for entry in entries if now.get(entry.key) == entry.modified_s]

@@ -106,7 +106,7 @@ class Region:
 
     def __post_init__(self) -> None:
         if min(self.offset, self.width, self.stride, self.rows) < 0 or (self.rows > 1 and self.stride < self.width):
-            raise ValueError(f"{self} is no region: all four count from 0 and runs must not overlap")
+            raise ValueError(f"{self} is not a region: all four count from 0 and runs must not overlap")
 
     @property
     def count(self) -> int:

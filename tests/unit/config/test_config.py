@@ -277,7 +277,7 @@ def test_a_environment_that_does_not_fit_jointly_is_refused(override: str, words
     ("options", "words"),
     [
         ({"url": "http://a", "urls": ["http://b"]}, "name one server by url, or several by urls"),
-        ({"urls": ["http://a", "b:80"]}, "'b:80' is no URL of a server"),
+        ({"urls": ["http://a", "b:80"]}, "'b:80' is not a URL of a server"),
         ({"urls": ["http://a", "http://a/"]}, "name each server once"),
     ],
 )

@@ -47,7 +47,7 @@ def test_an_external_program_is_accepted() -> None:
         (command(command=["A=B", "{prompt}"]), "expected a program"),
         (command(command=["agent"]), "no {prompt}"),
         (command(command=["agent", "{prompt}", "{promt}"]), "{promt}"),
-        (command(environment={"A-B": "x"}), "'A-B' is no name"),
+        (command(environment={"A-B": "x"}), "'A-B' is not a valid"),
         (command(files={"../x": "y"}), "must be a plain name"),
         (command(command=["agent", "{prompt}"]), "no {temperature}"),
         (command(timeout_s=300.0), "rollouts.timeout_s=300 ends the rollout first"),

@@ -6,7 +6,8 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
-from etude.dashboard.rollout_text import group_table, overview, rollout_list, rollout_page, visible
+from etude.dashboard.formatting import visible
+from etude.dashboard.rollout_text import group_table, overview, rollout_list, rollout_page
 from etude.dashboard.rollouts import (
     ReadComparison,
     ReadPart,

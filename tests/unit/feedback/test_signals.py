@@ -69,7 +69,7 @@ def test_a_body_that_is_no_report_is_refused_as_a_whole(body: bytes, message: st
         ({"turn": 0, "span": [3, 3]}, r"span=a list of 2: expected \[from, up to\]"),
         ({"user": ""}, "user: expected a text of 1 to 256"),
         ({"sent_at": 1e300}, "sent_at=.*expected seconds since 1970"),
-        ({"comment": "nice"}, '"comment" is no field of an event'),
+        ({"comment": "nice"}, '"comment" is not a field of an event'),
     ],
 )
 def test_a_wrong_event_is_told_why_and_spoils_no_other(changes: dict[str, Json], message: str) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from etude.fleet.lending import (
     HOUR_S,
+    MARGIN_HALF_LIFE_HOURS,
     MOST_MARGIN,
     WEEK_HOURS,
     Forecast,
@@ -88,8 +89,8 @@ def test_trouble_widens_the_margin_once_for_a_burst_and_calm_narrows_it() -> Non
     for second in range(30):
         table.step(load(3, waiting=1), lent(table), now + second)
     assert table.margin == pytest.approx(0.25 * 1.5)
-    table.step(load(3), lent(table), now + 29 + 24 * HOUR_S)
-    assert table.margin == pytest.approx(0.25 * 1.25), "half of the growth is forgotten in a day"
+    table.step(load(3), lent(table), now + 29 + MARGIN_HALF_LIFE_HOURS * HOUR_S)
+    assert table.margin == pytest.approx(0.25 * 1.25), "half of the growth is forgotten"
     table.step(load(3), lent(table), now + 240 * HOUR_S)
     assert table.margin == pytest.approx(LIMITS.margin, abs=1e-3)
 

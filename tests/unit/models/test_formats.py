@@ -84,8 +84,8 @@ def nearest(y: Floats, positive: Floats) -> Floats:
     size = np.abs(y)
     code = np.searchsorted(middles, size, side="left")
     tie = (code < len(middles)) & (size == middles[np.minimum(code, len(middles) - 1)])
-    matches: Floats = positive[code + (tie & (code % 2 == 1))]
-    signed: Floats = np.copysign(matches, y)
+    magnitudes: Floats = positive[code + (tie & (code % 2 == 1))]
+    signed: Floats = np.copysign(magnitudes, y)
     return signed
 
 

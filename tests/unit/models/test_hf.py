@@ -172,8 +172,8 @@ def test_only_blocks_are_recomputed_and_every_layer_is_one(tmp_path: Path) -> No
     [
         ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}, "code of the checkpoint"),
         ({"model_type": "mine"}, "none of transformers"),
-        ({"model_type": "t5"}, "no causal language model"),
-        ({"model_type": "bert"}, "no causal language model"),
+        ({"model_type": "t5"}, "not a causal language model"),
+        ({"model_type": "bert"}, "not a causal language model"),
         ({"model_type": "gemma3"}, "more than one part"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],

@@ -169,8 +169,8 @@ def test_checkpoint_tensors_are_named_and_typed_as_others_read_them(
     state = make_state()
     published = quantised_state(state, form)
     stem = expert_name(1, "gate").removesuffix("weight")
-    matches = {name.removeprefix(stem): tensor for name, tensor in published.items() if name.startswith(stem)}
-    assert {last: (STORED[tensor.dtype], tuple(tensor.shape)) for last, tensor in matches.items()} == expected
+    quantised = {name.removeprefix(stem): tensor for name, tensor in published.items() if name.startswith(stem)}
+    assert {last: (STORED[tensor.dtype], tuple(tensor.shape)) for last, tensor in quantised.items()} == expected
     left_alone = [name for name in state if not is_routed_expert(name)]
     assert len(left_alone) == 4
     assert all(published[name] is state[name] for name in left_alone)

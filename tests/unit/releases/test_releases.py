@@ -44,7 +44,7 @@ def test_a_table_follows_from_the_releases_and_survives_json() -> None:
     assert (released.live.digest, released.fallback and released.fallback.digest) == ("new", "old")
     back = table(at(OLD, ReleaseState.RELEASED), at(NEW, ReleaseState.ROLLED_BACK), before=released)
     assert (back.live.digest, back.canary, back.fallback) == ("old", None, None)
-    with pytest.raises(ValueError, match="no routing table"):
+    with pytest.raises(ValueError, match="not a routing table"):
         RoutingTable.from_json(b'{"arms": 1}')
 
 

@@ -87,7 +87,7 @@ class Product:
 
     def moves(self) -> list[Move]:
         may_claim = self.claimed < STEPS and self.claimed - self.committed < 2 and self.claimed <= self.published + 1
-        matches: list[Move] = [
+        moves: list[Move] = [
             *[self.claim] * (4 * may_claim),
             *[self.load] * (may_claim and len(self.loads) < self.max_loads and self.claimed < STEPS - 1),
             *[self.publish] * (self.published < self.claimed),
@@ -96,10 +96,10 @@ class Product:
             *[self.admit] * 2,
             *[self.begin] * (2 * (len(self.sessions) < MOST_OPEN)),
         ]
-        matches += [partial(self.grade, slot) for slot in self.slots]
+        moves += [partial(self.grade, slot) for slot in self.slots]
         for name in self.sessions:
-            matches += [partial(self.go_on, name), partial(self.offer, name), partial(self.offer_twice, name)]
-        return matches
+            moves += [partial(self.go_on, name), partial(self.offer, name), partial(self.offer_twice, name)]
+        return moves
 
     def run(self, random: Random) -> None:
         """Let anything happen until the last step is done."""

@@ -183,25 +183,25 @@ class Factory:
         """All that can happen next; without ``failing`` everything that does leads on."""
         may_cut, may_lose = failing and self.cuts < MAX_CUTS, failing and self.lost < MAX_LOST
         failing = failing and self.failures < MAX_FAILURES
-        matches = self.trainer.moves()
+        moves = self.trainer.moves()
         for region in self.trainer.regions.values():
             can_lose = may_lose and region.missing is None
-            matches += [partial(self.lose_sight, region, engine) for engine in (0, 1)] * can_lose
-            matches += [partial(self.trainer.lose_sight, region, None)] * (region.missing is not None)
-            matches += [partial(self.cut, region)] * (may_cut and not region.is_cut)
-            matches += [partial(self.heal, region)] * region.is_cut
+            moves += [partial(self.lose_sight, region, engine) for engine in (0, 1)] * can_lose
+            moves += [partial(self.trainer.lose_sight, region, None)] * (region.missing is not None)
+            moves += [partial(self.cut, region)] * (may_cut and not region.is_cut)
+            moves += [partial(self.heal, region)] * region.is_cut
         for one in self.dispatchers:
-            matches += [partial(self.hear, one, name) for name in self.trainer.regions if self.has_news(one, name)]
-            matches += [partial(self.count, one)] * (not one.may_admit)
-            matches += [partial(self.admit, one)] * (2 * bool(one.may_admit))
-            matches += [partial(self.take_over, one)] * self.orphaned
-            matches += [partial(self.kill, one)] * (failing and bool(one.slots))
+            moves += [partial(self.hear, one, name) for name in self.trainer.regions if self.has_news(one, name)]
+            moves += [partial(self.count, one)] * (not one.may_admit)
+            moves += [partial(self.admit, one)] * (2 * bool(one.may_admit))
+            moves += [partial(self.take_over, one)] * self.orphaned
+            moves += [partial(self.kill, one)] * (failing and bool(one.slots))
             for slot in one.slots.values():
-                matches += [partial(self.open, one, slot)] * (place_of(slot) not in one.regions)
-                matches += [partial(self.sample, one, slot)] * (place_of(slot) in one.regions)
-                matches += [partial(self.grade, one, slot)] * (2 * bool(one.tokens[place_of(slot)]))
-                matches += [partial(self.fail, one, slot)] * failing
-        return matches
+                moves += [partial(self.open, one, slot)] * (place_of(slot) not in one.regions)
+                moves += [partial(self.sample, one, slot)] * (place_of(slot) in one.regions)
+                moves += [partial(self.grade, one, slot)] * (2 * bool(one.tokens[place_of(slot)]))
+                moves += [partial(self.fail, one, slot)] * failing
+        return moves
 
     def run(self, random: Random, *, failing: bool = True) -> None:
         """Let anything happen until the last step is done."""

@@ -104,11 +104,11 @@ def test_data_that_are_too_large_stay_and_are_missed_by_name(source: Path, tmp_p
 def test_data_that_cannot_be_copied_are_refused_before_there_is_a_run(source: Path, tmp_path: Path) -> None:
     url = tmp_path / "shared" / "run"
     (source / "model" / "out").symlink_to("/etc")
-    with pytest.raises(ConfigError, match=r"model\.checkpoint: the link .*out leads out of the folder"):
+    with pytest.raises(ConfigError, match=r"model\.checkpoint: the link .*out points outside of the folder"):
         create_run(str(url), config_of(source))
     (source / "model" / "out").unlink()
     os.mkfifo(source / "model" / "pipe")
-    with pytest.raises(ConfigError, match=r"model\.checkpoint: .*pipe is no file, folder or link"):
+    with pytest.raises(ConfigError, match=r"model\.checkpoint: .*pipe is not a file, folder or link"):
         create_run(str(url), config_of(source))
     (source / "model" / "pipe").unlink()
     (source / "chats.jsonl").unlink()

@@ -12,7 +12,7 @@ from etude.objects import ObjectStore
 from etude.rewards.judge.votes import Vote, VoteCache
 from etude.run.evaluate import EVALUATIONS
 from etude.run.folder import RunFolder
-from etude.run.judging import JudgeState, kept_judge
+from etude.run.judging import JudgeState, synced_judge_state
 from etude.run.kept_files import KeptFiles
 
 
@@ -77,15 +77,15 @@ def test_a_judge_on_a_new_disk_has_its_votes_and_its_costs(machines: tuple[RunFo
     first, second = machines
     for number in range(3):
         memory = JudgeState(first.path, worker_id=1)
-        with kept_judge(first, memory), VoteCache(memory.votes, 10) as votes:
+        with synced_judge_state(first, memory), VoteCache(memory.votes, 10) as votes:
             votes.put(b"k%d" % number, Vote(score=number, reason="so"))
             memory.spending.save(memory.spending.load())
             (first.path / "judge-held.txt").write_text("odd")
     (first.path / "judge-held.txt").unlink()
-    with kept_judge(first, JudgeState(first.path, 1)):
+    with synced_judge_state(first, JudgeState(first.path, 1)):
         pass
     there = JudgeState(second.path, worker_id=1)
-    with kept_judge(second, there), VoteCache(there.votes, 10) as votes:
+    with synced_judge_state(second, there), VoteCache(there.votes, 10) as votes:
         assert [vote and vote.score for vote in (votes.get(b"k%d" % number) for number in range(3))] == [0, 1, 2]
     assert (second.path / "judge-spend-1.json").exists()
     assert not there.pause.reason

@@ -74,7 +74,7 @@ def test_any_shape_can_be_planned_by_its_config_alone(shape: str, capsys: pytest
 
 @pytest.mark.parametrize("name", ["h100", "x8", "h100x0", "l4x8"])
 def test_an_unknown_machine_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no machine"):
+    with pytest.raises(ConfigError, match="is not a machine"):
         GpuMachine.parse(name)
 
 

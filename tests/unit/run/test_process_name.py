@@ -27,7 +27,7 @@ def test_a_first_process_at_home_has_the_name_of_its_command() -> None:
 
 @pytest.mark.parametrize("text", ["", "serve-0", "serve-01", "Serve", "serve@", "serve/1", "../serve", "serve-1@a_b"])
 def test_what_is_no_name_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no name of a process"):
+    with pytest.raises(ValueError, match="not a valid process name"):
         ProcessName.parse(text)
 
 

@@ -46,10 +46,10 @@ def test_a_sink_whose_package_is_missing_is_refused_with_the_command(monkeypatch
         ({"when": "k9 > 1"}, r"watches 'k9', which there is not: choose one of no_signal, mismatch"),
         ({"when": "cost > 1"}, r"would never fire: only a judge"),
         ({"when": "k3 > 1", "to": ["webhook"], "webhook": "$NOWHERE"}, r"\$NOWHERE.*no such environment variable"),
-        ({"when": "k3 over 1"}, r"'k3 over 1' is no condition: expected such as 'mismatch > 0\.001'"),
-        ({"when": "k3 > 1 for 2 hours"}, r"is no condition"),
+        ({"when": "k3 over 1"}, r"'k3 over 1' is not a condition: expected such as 'mismatch > 0\.001'"),
+        ({"when": "k3 > 1 for 2 hours"}, r"is not a condition"),
         ({"when": "k3 > 1", "to": ["webhook"]}, r"go together"),
-        ({"when": "k3 > 1", "to": ["webhook"], "webhook": "example.com"}, r"no URL"),
+        ({"when": "k3 > 1", "to": ["webhook"], "webhook": "example.com"}, r"not a URL"),
     ],
 )
 def test_an_alert_that_cannot_work_is_refused(rule: dict[str, object], message: str) -> None:

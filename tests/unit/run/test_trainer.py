@@ -376,7 +376,7 @@ def test_a_step_that_ends_in_other_bits_when_it_is_done_again_is_named(run: RunF
     shutil.rmtree(folder.checkpoints / "step-00000006")
     assert recipe.count("learning_rate = 0.0005") == 1
     folder.config_file.write_text(recipe.replace("learning_rate = 0.0005", "learning_rate = 0.0006"), encoding="utf-8")
-    with pytest.raises(DamagedError, match=r"^step 4, done again from a checkpoint, ended in the weights"):
+    with pytest.raises(DamagedError, match=r"^step 4, repeated from a checkpoint, ended in the weights"):
         run_trainer(folder)
 
 

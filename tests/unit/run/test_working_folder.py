@@ -148,7 +148,7 @@ def test_a_url_has_one_form(text: str, url: str) -> None:
     "text", ["s3://bucket", "s3://bucket/", "http://host/a", "memory://", "s3:///a", "s3://b/a?x=1"]
 )
 def test_what_is_no_place_for_a_run_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no URL of a run"):
+    with pytest.raises(ConfigError, match="is not a URL of a run"):
         normal_url(text)
 
 

@@ -128,7 +128,7 @@ def test_a_gpu_without_a_price_is_refused_and_one_of_your_own_is_taken(spec: Mod
 @pytest.mark.parametrize(
     ("hardware", "assume", "message"),
     [
-        ("nosuch", (), "is no GPU"),
+        ("nosuch", (), "is neither a GPU"),
         ("h100", ("workload.turns",), "expected KEY=VALUE"),
         ("h100", ("workload.turns=0",), "workload.turns"),
         ("h100", ("engine.share=1",), "--assume 'engine.share=1': 'engine' is a value, not a section"),

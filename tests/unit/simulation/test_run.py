@@ -13,13 +13,13 @@ from etude.config.recipe import RunConfig
 from etude.errors import EngineUnavailable, UserError
 from etude.protocols import Completion, SamplingParams
 from etude.rollouts.fake import run_virtually
-from etude.simulation.calibration import RunCalibration, TrainerTimes, fit_non_negative
+from etude.simulation.calibration import RunCalibration, TrainerTimes, fit_engine, fit_non_negative
 from etude.simulation.engine import EngineRates, ModelledEngine
 from etude.simulation.figures import RunFigures, bottleneck
 from etude.simulation.fit import calibrate
 from etude.simulation.run import Lent, RegionModel, SimulatedEvents, simulate
 from etude.simulation.workload import RolloutWork, Workload
-from etude.telemetry.events import Logged, RolloutClosed, StepDone
+from etude.telemetry.events import EngineStats, Logged, RolloutClosed, StepDone
 from etude.types import RolloutStatus
 
 RATES = EngineRates(step_s=0.002, sequence_s=0.0005, prompt_s=0.0001, max_running=64)
@@ -213,6 +213,21 @@ def test_a_calibration_finds_the_parts_that_made_its_run() -> None:
     again = RunFigures.of_events(simulate(config, fitted, HERE).logged, skipped=2)
     first = RunFigures.of_events(events.logged, skipped=2)
     assert again.engine_s == pytest.approx(first.engine_s, rel=0.1)
+
+
+def test_an_engine_that_counts_its_steps_tells_their_cost_from_that_of_its_sequences() -> None:
+    logged = list[Logged]()
+    for second, (steps, running, read) in enumerate([(400, 3, 500), (150, 20, 900), (60, 50, 0), (30, 64, 3000)] * 3):
+        busy_s = steps * RATES.decode_s(running) + read * RATES.prompt_s
+        stats = EngineStats(busy_s=busy_s, window_s=2.0, generated_tokens=steps * running, prefill_tokens=read,
+                            reused_tokens=0, running=0, waiting=0, steps=steps)  # fmt: skip
+        logged.append(Logged(at_s=float(second), process="serve", event=stats))
+    closed = recorded(simulate(recipe(staleness=1, steps=4), CALIBRATION, HERE))
+    ends = [each.event for each in closed if isinstance(each.event, RolloutClosed)]
+    logged += [Logged(at_s=at_s, process="rollouts", event=ends[0]) for at_s in (-1.0, 100.0)]
+    fitted = fit_engine(sorted(logged, key=lambda each: each.at_s), recipe(staleness=1).engine)
+    for name in ("step_s", "sequence_s", "prompt_s"):
+        assert getattr(fitted, name) == pytest.approx(getattr(RATES, name), rel=1e-6)
 
 
 def test_a_calibration_tells_work_from_waiting_for_processors() -> None:

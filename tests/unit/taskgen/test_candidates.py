@@ -56,12 +56,12 @@ def survey() -> Survey:
 
 
 def test_candidates_are_in_functions_that_tests_reach(project: Project, survey: Survey) -> None:
-    matches = propose(project, TEXTS, survey, seed=1)
-    assert {candidate.target for candidate in matches} == {"mean_of"}
-    assert {candidate.kind for candidate in matches} == {BUG, DELETION}
-    bugs = [candidate for candidate in matches if candidate.kind == BUG]
+    candidates = propose(project, TEXTS, survey, seed=1)
+    assert {candidate.target for candidate in candidates} == {"mean_of"}
+    assert {candidate.kind for candidate in candidates} == {BUG, DELETION}
+    bugs = [candidate for candidate in candidates if candidate.kind == BUG]
     assert len(bugs) == BUGS_PER_FUNCTION == len({bug.operator for bug in bugs})
-    whole = next(candidate for candidate in matches if candidate.gone)
+    whole = next(candidate for candidate in candidates if candidate.gone)
     assert whole.before == {path: TEXTS[path] for path in ("pkg/__init__.py", "pkg/sums.py", "README.md")}
     assert not any("mean_of" in text for text in whole.after.values())
 
@@ -74,10 +74,10 @@ def test_the_same_seed_gives_the_same_candidates(project: Project, survey: Surve
 
 
 def test_an_instruction_says_what_is_wanted_and_nothing_of_the_answer(project: Project, survey: Survey) -> None:
-    matches = propose(project, TEXTS, survey, seed=1)
+    candidates = propose(project, TEXTS, survey, seed=1)
     hidden = TestView(changed={}, hidden=frozenset(survey.stable), visible=frozenset())
     example = Case(arguments=([1, 3],), expected=2.0)
-    for candidate in matches:
+    for candidate in candidates:
         text = instruct(project, candidate, hidden, {}, [example])
         assert "sum(numbers)" not in text
         assert "list(values)" not in text

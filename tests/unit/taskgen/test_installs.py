@@ -153,7 +153,7 @@ def test_a_wheel_cannot_have_sources_built(tmp_path: Path, offline: Path, refere
     mark = tmp_path / "was-run"
     tar, zipped = evil_sources(tmp_path / "evil", mark)
     wheel(offline, "nice", needs=f"evil @ {reference.format(tar=tar, zip=zipped)}")
-    with pytest.raises(InstallError, match=r"wheels: .*evil.*from nice.* is no wheel of an index .*: write NAME"):
+    with pytest.raises(InstallError, match=r"wheels: .*evil.*from nice.* is not a wheel of an index .*: write NAME"):
         install(Requirements(requirements=("nice",), python="3.11"), tmp_path / "tree")
     assert not mark.exists()
 

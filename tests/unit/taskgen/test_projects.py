@@ -103,7 +103,7 @@ def test_what_is_no_project_is_refused_by_name() -> None:
         read_project({"main.go": "package main", "README.md": ""})
     with pytest.raises(NoTestsError, match="no file is called test_"):
         read_project({"pkg/__init__.py": "", "pkg/a.py": ""})
-    with pytest.raises(SourceError, match=r"pyproject\.toml is no TOML"):
+    with pytest.raises(SourceError, match=r"pyproject\.toml is not TOML"):
         read_project({"pyproject.toml": "[project", "pkg/__init__.py": ""})
 
 
@@ -155,7 +155,7 @@ def test_a_name_that_would_choose_a_path_is_refused(name: str, place: str) -> No
         "setup.cfg": f"[metadata]\nname = {name}\n",
         "setup.py": f"setup(name='{name}')",
     }
-    with pytest.raises(SourceError, match="is no name of a project: write letters"):
+    with pytest.raises(SourceError, match="is not a valid project name: write letters"):
         read_project({place: output[place], "pkg/__init__.py": "", "tests/test_a.py": TEST})
 
 
@@ -167,7 +167,7 @@ def test_a_name_of_an_index_is_taken(name: str) -> None:
 
 def test_a_package_that_has_no_name_gives_its_own() -> None:
     assert read_project({"_pkg/__init__.py": "", "tests/test_a.py": TEST}).name == "pkg"
-    with pytest.raises(SourceError, match="'größe' is no name of a project"):
+    with pytest.raises(SourceError, match="'größe' is not a valid project name"):
         read_project({"größe/__init__.py": "", "tests/test_a.py": TEST})
-    with pytest.raises(SourceError, match="5 is no name of a project"):
+    with pytest.raises(SourceError, match="5 is not a valid project name"):
         read_project({"pyproject.toml": "[project]\nname = 5\n", "pkg/__init__.py": "", "tests/test_a.py": TEST})

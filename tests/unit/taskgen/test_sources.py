@@ -81,7 +81,7 @@ def test_an_archive_cannot_leave_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reference", "output"),
     [
-        ("no/such/thing", "is no folder, git URL or archive"),
+        ("no/such/thing", "is not a folder, git URL or archive"),
         ("pypi:toolz", "is not pinned"),
         ("pypi:toolz==1; rm -rf /", "is not pinned"),
         ("file:///no/such/repository", "git clone"),

@@ -139,13 +139,13 @@ def test_the_answer_is_what_stands_behind_a_mark(tmp_path: Path) -> None:
     [
         ({"prompt": "x"}, {}, "there is no column 'answer', but prompt"),
         ({"prompt": " ", "answer": 1}, {}, "column 'prompt' is empty"),
-        ({"prompt": ["x"], "answer": 1}, {}, "column 'prompt' is no text or number"),
-        ({"prompt": "x", "answer": None}, {}, "column 'answer' is no text or number: None"),
+        ({"prompt": ["x"], "answer": 1}, {}, "column 'prompt' is not a text or number"),
+        ({"prompt": "x", "answer": None}, {}, "column 'answer' is not a text or number: None"),
         ({"prompt": "x", "answer": "so #### "}, {"answer_after": "####"}, "column 'answer' has no answer"),
-        ({"prompt": "x", "answer": "Z9"}, {"match": "choice"}, "column 'answer' is no letter of a choice: 'Z9'"),
+        ({"prompt": "x", "answer": "Z9"}, {"match": "choice"}, "column 'answer' is not a letter of a choice: 'Z9'"),
         ({"prompt": "x", "answer": 3, "c": ["a", "b"]}, {"match": "choice", "choices": "c"}, "none of the 2 answers"),
-        ({"prompt": "x", "answer": 1, "c": "ab"}, {"match": "choice", "choices": "c"}, "'c' is no list of 2 to 26"),
-        ({"m": "x", "answer": 1}, {"messages": "m"}, "column 'm' is no list of messages"),
+        ({"prompt": "x", "answer": 1, "c": "ab"}, {"match": "choice", "choices": "c"}, "'c' is not a list of 2 to 26"),
+        ({"m": "x", "answer": 1}, {"messages": "m"}, "column 'm' is not a list of messages"),
         ({"m": [{"role": "me", "content": "x"}], "answer": 1}, {"messages": "m"}, "'m', message 1 has no role out of"),
         ({"m": [{"role": "user", "content": ""}], "answer": 1}, {"messages": "m"}, "message 1 has no text"),
         ({"m": SFT, "answer": 1}, {"messages": "m"}, "ends with a message of assistant, which asks nothing"),
@@ -165,7 +165,7 @@ def test_a_bad_row_is_named_by_file_line_and_column(
 
 def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"prompt": "x", "answer": 1}\n{"prompt": \n[1]\n')
-    with pytest.raises(ConfigError, match=r"(?s)line 2: it is not JSON.*line 3: it is no object of columns"):
+    with pytest.raises(ConfigError, match=r"(?s)line 2: it is not JSON.*line 3: it is not an object of columns"):
         open_family(recipe(tmp_path / "broken.jsonl"))
     for path, fault in ((tmp_path / "none", "there is no"), (tmp_path / "x.csv", "expected one of .jsonl")):
         (tmp_path / "x.csv").write_text("a,b")

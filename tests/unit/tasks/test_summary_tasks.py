@@ -54,11 +54,11 @@ def test_only_short_functions_with_one_return_at_their_end_are_taken() -> None:
         "def long_winded(a):\n    return 'a rather long expression indeed'\n"
         "class C:\n    def method(self):\n        return self.a\n"
     )
-    matches = {function.name: function for function in functions_of("m", source)}
-    assert sorted(matches) == ["good", "method"]
-    assert matches["good"].text == "def good(a):\n    b = a\n    return b + 1"
-    assert matches["method"].text == "def method(self):\n    return self.a"
-    assert matches["good"].line == "good returns b + 1"
+    functions = {function.name: function for function in functions_of("m", source)}
+    assert sorted(functions) == ["good", "method"]
+    assert functions["good"].text == "def good(a):\n    b = a\n    return b + 1"
+    assert functions["method"].text == "def method(self):\n    return self.a"
+    assert functions["good"].line == "good returns b + 1"
 
 
 def test_the_imperfect_agent_mostly_writes_badly_and_sometimes_well(family: SummariesFamily) -> None:

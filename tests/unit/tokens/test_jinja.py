@@ -361,7 +361,7 @@ def test_a_template_without_turn_ends_goes_on_behind_the_words(tmp_path: Path) -
         ("tokenizer_config.json", '{"chat_template": "x", "eos_token": "<no>"}', "no eos_token '<no>'"),
         ("tokenizer_config.json", '{"chat_template": "{% if"}', "does not compile"),
         ("tokenizer_config.json", '{"chat_template": "x"}', "nothing ends a reply"),
-        ("generation_config.json", '{"eos_token_id": "x"}', "no token id"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "not a token id"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str, content: str, words: str) -> None:

@@ -21,9 +21,9 @@ def unigram() -> Tokenizer:
 
 
 def id_of(tokenizer: Tokenizer, text: str) -> int:
-    matches = tokenizer.token_to_id(text)
-    assert matches is not None
-    return matches
+    token_id = tokenizer.token_to_id(text)
+    assert token_id is not None
+    return token_id
 
 
 def guard(controls: list[str]) -> tuple[Tokenizer, Guard]:

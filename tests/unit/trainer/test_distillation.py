@@ -321,5 +321,5 @@ def test_options_without_effect_are_refused() -> None:
     rule = HintRule(name="a", where="said", pattern="x", text="y")
     with pytest.raises(ValueError, match="two rules have one name"):
         HintsConfig(weight=1.0, rules=(rule, rule))
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         HintRule(name="a", where="said", pattern="(", text="y")

@@ -94,7 +94,7 @@ def test_a_filter_that_makes_no_sense_is_named(folder: RunFolder) -> None:
         ({"outcome": "good"}, "outcome='good': expected one of graded"),
         ({"limit": 0}, "limit=0"),
         ({"offset": -1}, "offset=-1"),
-        ({"version": "x"}, "version='x' is no whole number"),
+        ({"version": "x"}, "version='x' is not a whole number"),
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message):

@@ -94,7 +94,7 @@ def test_runs_of_a_folder_are_listed_with_how_far_they_are(runs: Path) -> None:
 
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "run.toml").write_text("this is no recipe", encoding="utf-8")
+    (tmp_path / "broken" / "run.toml").write_text("this is not a recipe", encoding="utf-8")
     RunFolder.create(tmp_path / "sound", default_recipe())
     listed = answer(tmp_path, "/runs")
     assert isinstance(listed, list)
@@ -104,7 +104,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path, tmp_path
 def test_what_is_not_there_is_said(runs: Path) -> None:
     assert status(runs, "/api/runs/another/curves", **HEADERS) == 404
     assert status(runs, "/api/runs/loop-s0/curves?revision=0&since=x", **HEADERS) == 400
-    with pytest.raises(Exception, match="is no folder"):
+    with pytest.raises(Exception, match="is not a folder"):
         check_places([runs / "nowhere"])
 
 

@@ -190,7 +190,7 @@ def test_weights_are_not_mixed_with_others(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no safetensors checkpoint"):
+    with pytest.raises(UserError, match="not a safetensors checkpoint"):
         read_checkpoint(tmp_path)
 
 
@@ -203,11 +203,11 @@ def test_a_folder_without_weights_is_no_checkpoint(tmp_path: Path) -> None:
         (b"{", "JSON is damaged"),
         (b"\xff", "JSON is damaged"),
         (b"[" * 100_000, "JSON is damaged"),
-        (b'{"weight_map": {"a": "../model.safetensors"}}', "no plain"),
-        (b'{"weight_map": {"a": "/etc/x.safetensors"}}', "no plain"),
-        (b'{"weight_map": {"a": "x\\u0000.safetensors"}}', "no plain"),
-        (b'{"weight_map": {"a": "config.json"}}', "no plain"),
-        (b'{"weight_map": {"a": 7}}', "no plain"),
+        (b'{"weight_map": {"a": "../model.safetensors"}}', "not a plain"),
+        (b'{"weight_map": {"a": "/etc/x.safetensors"}}', "not a plain"),
+        (b'{"weight_map": {"a": "x\\u0000.safetensors"}}', "not a plain"),
+        (b'{"weight_map": {"a": "config.json"}}', "not a plain"),
+        (b'{"weight_map": {"a": 7}}', "not a plain"),
         (b'{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors is missing"),
         (b'{"weight_map": {"b": "model.safetensors"}}', r"lacks \['b'\], also has \['a'\]"),
         (b'{"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}', r"lacks \['b'\], also has \[\]"),

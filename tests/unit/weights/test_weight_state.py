@@ -72,9 +72,9 @@ def test_a_run_is_a_region() -> None:
 )
 def test_runs_that_overlap_or_count_from_below_zero_are_no_region(fields: tuple[int, int, int, int]) -> None:
     offset, width, stride, rows = fields
-    with pytest.raises(ValueError, match="is no region"):
+    with pytest.raises(ValueError, match="is not a region"):
         Region(offset=offset, width=width, stride=stride, rows=rows)
-    with pytest.raises(ValueError, match="is no region"):
+    with pytest.raises(ValueError, match="is not a region"):
         Region.run(3, 2)
 
 

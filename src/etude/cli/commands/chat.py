@@ -1,9 +1,9 @@
 """`etude chat`: talk with the newest weights of a run, or with any gateway, from a terminal.
 
-    line ─▶ POST /v1/chat/completions (stream) ─▶ text as it is sampled ─▶ the weight version that said it
+    line ─▶ POST /v1/chat/completions (stream) ─▶ text as it is sampled ─▶ the weight version that sampled it
 
-Owns the conversation as text and what is printed. Against a live run it is production traffic: rollouts give way to it.
-A run that is over gets an engine and a gateway of its own while the chat lasts.
+Owns the conversation and what is printed. In a live run a chat is production traffic and has priority over rollouts. A
+finished run gets an engine and a gateway of its own while the chat lasts.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ import orjson
 import typer
 
 from etude.cli.options import group
+from etude.dashboard.formatting import visible
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
@@ -27,11 +28,11 @@ from etude.run.working_folder import open_run_folder
 from etude.types import Json
 
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
-"""Time in which a live gateway reports its health."""
+"""For a gateway's answer to a health check or a request for a key."""
 CALL_TIMEOUT = aiohttp.ClientTimeout(total=600.0, sock_connect=5.0)
-"""One reply, to its end."""
+"""For one whole reply."""
 KEY_S = 24 * 3600
-"""Lifetime of a chat's key, should nothing revoke it."""
+"""Lifetime of a chat's key, in case it is never revoked."""
 BARE = "a bare conversation with the model, without the agent, its tools or its sandbox; those: etude play RUN"
 HELP = "/new forgets the conversation · /system TEXT sets the instructions and forgets the rest · /quit"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -47,22 +48,23 @@ class Talk:
     messages: list[Fields] = field(default_factory=list)
 
     def reset(self, system: str | None = None) -> None:
-        """Forget everything; instructions stay unless there are new ones."""
+        """Forget everything but the instructions, or replace these, too."""
         instructions = [message for message in self.messages if message["role"] == "system"]
         self.messages = instructions if system is None else [{"role": "system", "content": system}]
 
     def add(self, role: str, content: str) -> None:
-        """One more message."""
+        """Add a message."""
         self.messages.append({"role": role, "content": content})
 
 
 @final
 class ReplyPrinter:
-    """Prints one reply, and which weights sample it wherever that changes."""
+    """Prints one reply, with the weight version wherever it changes."""
 
     def __init__(self, out: TextIO, *, colour: bool) -> None:
         self._out = out
         self._before, self._after = (DIM, PLAIN) if colour else ("", "")
+        self._shown = visible if colour else str
         self._texts: list[str] = []
         self._versions: list[str] = []
 
@@ -72,7 +74,7 @@ class ReplyPrinter:
         return "".join(self._texts)
 
     def take(self, chunk: Fields) -> None:
-        """Print what one event adds; the last ones add nothing and name all versions once more."""
+        """Print what one event adds; the last events add no text and repeat all versions."""
         version = chunk.get("system_fingerprint")
         for text in _texts(chunk):
             if isinstance(version, str) and version not in self._versions[-1:]:
@@ -80,7 +82,7 @@ class ReplyPrinter:
                     self._note(f" ‹{version}› ")
                 self._versions.append(version)
             self._texts.append(text)
-            self._out.write(text)
+            self._out.write(self._shown(text))
         self._out.flush()
 
     def end(self) -> None:
@@ -95,7 +97,7 @@ class ReplyPrinter:
 
 @final
 class Chat:
-    """A conversation through the gateway at ``url``, printed on ``out``; troubles go to ``err``."""
+    """A conversation through the gateway at ``url``, printed to ``out``, with errors to ``err``."""
 
     def __init__(self, url: str, key: str, *, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._base = url.rstrip("/").removesuffix("/v1")
@@ -103,8 +105,8 @@ class Chat:
         self._out, self._err = out or sys.stdout, err or sys.stderr
         self._talk = Talk()
 
-    def obey(self, line: str) -> bool:
-        """Do what a person typed; false when they want to leave."""
+    def handle(self, line: str) -> bool:
+        """Handle a line that was typed; false for ``/quit``."""
         command, _, argument = line.partition(" ")
         match command:
             case "/quit" | "/exit":
@@ -120,16 +122,16 @@ class Chat:
         return True
 
     def ask(self, text: str) -> bool:
-        """Print the reply to a message; one that fails leaves the conversation as it was before it."""
+        """Print the reply to a message; a failed one leaves the conversation unchanged. Returns false if it failed."""
         self._talk.add("user", text)
         printer = ReplyPrinter(self._out, colour=self._out.isatty())
         try:
             asyncio.run(_stream(self._base, self._key, self._talk.messages, printer))
         except (UserError, EngineUnavailable) as error:
             self._talk.messages.pop()
-            self._err.write(f"etude: {error}\n")
+            self._err.write(f"etude: {visible(str(error))}\n")
             return False
-        except KeyboardInterrupt:  # enough read; what was printed stays in the conversation
+        except KeyboardInterrupt:  # what was printed so far stays in the conversation
             self._out.write("\n")
         else:
             printer.end()
@@ -149,7 +151,7 @@ def chat(
 ) -> None:
     """Talk with the newest weights, and see which version answered."""
     if (run is None) == (url is None):
-        raise ConfigError("talk with what? give a run folder, or --url URL --key KEY")
+        raise ConfigError("give either a run folder, or --url URL --key KEY")
     if url is not None and key is not None:
         chat_with(url, key)
     elif run is not None and key is None:
@@ -159,7 +161,7 @@ def chat(
 
 
 def chat_with_run(folder: RunFolder) -> None:
-    """Talk with a run: through its own gateway if that answers, else through one in a scratch folder."""
+    """Talk with a run through its own gateway if that answers, else through one that is started for the chat."""
     if folder.endpoints.file.exists() and asyncio.run(_answers(folder.endpoints.url(GATEWAY))):
         _chat_as_admin(folder)
         return
@@ -170,7 +172,7 @@ def chat_with_run(folder: RunFolder) -> None:
 
 
 def chat_with(url: str, key: str) -> None:
-    """Talk until the person leaves; without a terminal, answer what is on stdin. Raises ``UserError``."""
+    """Talk until the person quits; without a terminal, answer the text on stdin. Raises ``UserError``."""
     chat = Chat(url, key)
     if not sys.stdin.isatty():
         if not chat.ask(sys.stdin.read().strip()):
@@ -180,12 +182,12 @@ def chat_with(url: str, key: str) -> None:
         import readline  # noqa: F401 - being imported is what gives input() its line editing
     sys.stdout.write(f"{BARE}\n{HELP}\n")
     for line in _lines():
-        if not chat.obey(line):
+        if not chat.handle(line):
             return
 
 
 def _lines() -> Iterator[str]:
-    """Lines that are typed, until the end of input."""
+    """The typed lines, until the end of input."""
     while True:
         try:
             line = input("› ").strip()
@@ -233,17 +235,17 @@ def _texts(chunk: Fields) -> Iterator[str]:
 
 
 def _chat_as_admin(folder: RunFolder) -> None:
-    """Talk with a key of our own for as long as it lasts."""
+    """Talk with a new production key, which is revoked at the end."""
     url, admin = folder.endpoints.url(GATEWAY), folder.key(KeyRole.ADMIN)
-    made = asyncio.run(_ask("POST", f"{url}/keys", admin, {"scope": "production", "expires_s": KEY_S}))
+    key = asyncio.run(_request("POST", f"{url}/keys", admin, {"scope": "production", "expires_s": KEY_S}))
     try:
-        chat_with(url, str(made["api_key"]))
+        chat_with(url, str(key["api_key"]))
     finally:
         with contextlib.suppress(EngineUnavailable):
-            asyncio.run(_ask("DELETE", f"{url}/keys/{made['key_id']}", admin))
+            asyncio.run(_request("DELETE", f"{url}/keys/{key['key_id']}", admin))
 
 
-async def _ask(method: str, url: str, key: str, fields: Fields | None = None) -> Fields:
+async def _request(method: str, url: str, key: str, fields: Fields | None = None) -> Fields:
     body = None if fields is None else orjson.dumps(fields)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
@@ -261,7 +263,7 @@ async def _ask(method: str, url: str, key: str, fields: Fields | None = None) ->
 
 
 async def _answers(url: str) -> bool:
-    """True if a gateway with an engine behind it answers there."""
+    """True if a gateway with an engine behind it answers at ``url``."""
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
         async with aiohttp.ClientSession(timeout=HEALTH_TIMEOUT) as http, http.get(f"{url}/healthz") as response:
             return response.status == 200

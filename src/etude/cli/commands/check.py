@@ -29,9 +29,7 @@ def check(
     recipe: RecipePath,
     *,
     overrides: Overrides,
-    pretend: Annotated[
-        str, typer.Option(metavar="MACHINE", help="Check it for a machine that is not here, such as h100x8.")
-    ] = "",
+    pretend: Annotated[str, typer.Option(metavar="MACHINE", help="Check it for another machine, such as h100x8.")] = "",
     fleet: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --pretend: a fleet of such machines.")
     ] = None,

@@ -42,7 +42,7 @@ def config(
     elif matches := find(word):
         print("\n".join(_explained(matches)))
     else:
-        raise ConfigError(f"no key is named or speaks of {word!r}: etude config lists the sections")
+        raise ConfigError(f"no key has {word!r} in its name or meaning: `etude config` lists the sections")
 
 
 def markdown(every: Iterable[Table]) -> str:

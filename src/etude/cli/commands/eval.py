@@ -56,7 +56,7 @@ def evaluate_version(
     no_greedy: Annotated[bool, typer.Option("--no-greedy", help="Make sampled tries only.")] = False,
     pass_at: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Graded X or better, a try passes (default: the recipe's eval.pass_at)."),
+        typer.Option(metavar="X", help="Reward from which a try passes (default: the recipe's eval.pass_at)."),
     ] = None,
     prices: Annotated[
         tuple[float, float, float] | None,

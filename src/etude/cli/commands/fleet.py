@@ -104,7 +104,7 @@ def drain(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A process, as `etude fleet status` names it.")],
     *,
     run: Run,
-    undo: Annotated[bool, typer.Option("--undo", help="Let it be placed again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Allow it to be placed again.")] = False,
 ) -> None:
     """Let a process end, and not be placed again: its machine is wanted for something else."""
     try:
@@ -112,7 +112,7 @@ def drain(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if process.command == "train":
-        raise ConfigError("a run without its trainer stands still: stop the run instead, --resume goes on")
+        raise ConfigError("a run makes no progress without its trainer: stop it instead, --resume continues")
     objects = fleet_objects(open_run_folder(run), process.region)
     if undo:
         objects.undrain(name)

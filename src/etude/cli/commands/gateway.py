@@ -20,7 +20,7 @@ def gateway(
     *,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Serve as one process of this run.")] = None,
     replica: Annotated[
-        int, typer.Option(metavar="N", min=0, max=999_999, help="With --run: its number among several.")
+        int, typer.Option(metavar="N", min=0, max=999_999, help="With --run: number of the replica.")
     ] = 0,
     region: Annotated[str, typer.Option(help="With --run: region of its fleet (default: home).")] = "",
     model: Annotated[
@@ -42,7 +42,7 @@ def gateway(
     tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM certificate; with --tls-key.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM private key.")] = None,
     payloads: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep what top-p and top-k left to draw from.")
+        Path | None, typer.Option(metavar="DIR", help="Record the sampling masks of top-p and top-k.")
     ] = None,
     access_log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a line of JSON per call, without its texts.")

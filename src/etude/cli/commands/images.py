@@ -37,7 +37,7 @@ def add(
         ),
     ],
     *,
-    name: Annotated[str, typer.Option(help="One more name of it.")] = "",
+    name: Annotated[str, typer.Option(help="Another name of it.")] = "",
 ) -> None:
     """Fetch or build an image of a container: podman and skopeo do, with the user's own settings."""
     image = add_image(ImageStore(), source, name=name)

@@ -35,7 +35,7 @@ from etude.run.judging import (
     calibrations_of,
     check_budget,
     judge_fingerprints,
-    opened,
+    open_unchecked_judge,
     rollout_budget,
     rubrics_of,
 )
@@ -197,7 +197,7 @@ def calibrate_beside(config: RunConfig, folder: Path, aspects: Sequence[str]) ->
 async def _ask(config: RunConfig, inputs: Mapping[str, JudgeInput], *, hints: bool = False) -> _Answers:
     rubrics = rubrics_of(config.judge)
     alarms: list[JudgeAlarm] = []
-    async with aiohttp.ClientSession() as http, opened(config, http, alarm=alarms.append) as judge:
+    async with aiohttp.ClientSession() as http, open_unchecked_judge(config, http, alarm=alarms.append) as judge:
         judgements = {
             aspect: await judge.judge(rubrics[aspect], judged, judge.budget) for aspect, judged in inputs.items()
         }

@@ -38,12 +38,12 @@ def add(
         str, typer.Option(metavar="KEY", help="Id of the production key whose sessions a feedback key may name.")
     ] = "",
     consent: Annotated[
-        Literal["train", "none"], typer.Option(help="Consent of its users where a call says nothing.")
+        Literal["train", "none"], typer.Option(help="Consent of its users if a call has none.")
     ] = "none",
     label: Annotated[str, typer.Option(help="A note on its use.")] = "",
     requests_per_minute: PerMinute = None,
     tokens_per_minute: PerMinute = None,
-    expires_s: Annotated[float | None, typer.Option(help="Seconds until it is dead (default: never).")] = None,
+    expires_s: Annotated[float | None, typer.Option(help="Seconds until the key expires (default: never).")] = None,
 ) -> None:
     """Make a key; its secret is printed once."""
     limits = (requests_per_minute, tokens_per_minute)
@@ -96,7 +96,7 @@ def add_key(
     expires_s: float | None,
     users: tuple[str, bool] = ("", False),
 ) -> tuple[str, str]:
-    """Make a key that may make ``per_minute`` requests and take so many tokens.
+    """Make a key with limits of requests and tokens per minute.
 
     ``users`` is the id of the production key whose users it reports on, and the consent of its own where a call says
     nothing.

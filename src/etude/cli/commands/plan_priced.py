@@ -48,14 +48,14 @@ def load_plan(hardware: str, assume: Sequence[str] = ()) -> PricedPlan:
 
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise ConfigError(f"--hardware {str(file)!r} is no GPU ({', '.join(load_gpus())}) and no file")
+        raise ConfigError(f"--hardware {str(file)!r} is neither a GPU ({', '.join(load_gpus())}) nor a file")
     return read_toml(file)
 
 
 def show_priced(
     config: RunConfig, plan: PricedPlan, goal: Goal | None, seed: int, *, hours: float | None, as_json: bool
 ) -> None:
-    """Simulate a plan, for so many hours or a few steps, and print it; with a goal, the best split for it."""
+    """Simulate a plan, for some hours or a few steps, and print it; with a goal, the best split for it."""
     resolved = resolved_there(config)
     console = Console(stderr=as_json)
     with console.status("simulating"):

@@ -56,7 +56,7 @@ def run(
     *,
     overrides: Overrides,
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN", help="A run whose events say how fast all is.")
+        Path | None, typer.Option("--from", metavar="RUN", help="A run whose events give the speeds.")
     ] = None,
     hardware: Annotated[
         str, typer.Option(metavar="GPU|FILE", help="Instead of a run: a GPU by name, or a file with a plan.")
@@ -69,7 +69,7 @@ def run(
     ] = "",
     hours: Annotated[
         float | None,
-        typer.Option(min=1.0, help="With --hardware: so many, from midnight (default: a few steps)."),
+        typer.Option(min=1.0, help="With --hardware: hours to simulate, from midnight (default: a few steps)."),
     ] = None,
     fleet: Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="The machines (default: one).")] = None,
     link: Annotated[

@@ -23,7 +23,8 @@ from etude.aio import background_task
 from etude.cli.commands.show import console
 from etude.cli.options import RunPath, group
 from etude.config.recipe import is_pass
-from etude.dashboard.rollout_text import Block, visible
+from etude.dashboard.formatting import visible
+from etude.dashboard.rollout_text import Block
 from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN
 from etude.engines.http import http_engines
 from etude.errors import ConfigError
@@ -53,7 +54,7 @@ def play_command(
     *,
     version: Annotated[int | None, typer.Option(help="Weight version (default: the newest).")] = None,
     against: Annotated[int | None, typer.Option(metavar="VERSION", help="Another version, on the same task.")] = None,
-    number: Annotated[int, typer.Option("--task", metavar="N", help="Which held-out task, from 0.")] = 0,
+    number: Annotated[int, typer.Option("--task", metavar="N", help="Number of the held-out task, from 0.")] = 0,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1; else greedily.")] = False,
 ) -> None:
     """Watch the agent of a run play a held-out task, turn by turn, to the verdict."""

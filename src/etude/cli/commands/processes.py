@@ -12,13 +12,13 @@ from etude.run.working_folder import open_run_folder
 
 Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
 Replica: TypeAlias = Annotated[
-    int, typer.Option(metavar="N", min=0, max=999_999, help="Its number among several: 0, 1, 2, …")
+    int, typer.Option(metavar="N", min=0, max=999_999, help="Number of the replica: 0, 1, 2, …")
 ]
 Region: TypeAlias = Annotated[str, typer.Option(help="Region of the run's fleet in which it runs (default: home).")]
 NumNodes: TypeAlias = Annotated[int, typer.Option(min=1, envvar="PET_NNODES", help="Machines that train together.")]
-NodeRank: TypeAlias = Annotated[int, typer.Option(min=0, envvar="PET_NODE_RANK", help="Number of this one.")]
+NodeRank: TypeAlias = Annotated[int, typer.Option(min=0, envvar="PET_NODE_RANK", help="Number of this machine.")]
 Rendezvous: TypeAlias = Annotated[
-    str, typer.Option(metavar="HOST:PORT", envvar="PET_RDZV_ENDPOINT", help="Where the first one is met.")
+    str, typer.Option(metavar="HOST:PORT", envvar="PET_RDZV_ENDPOINT", help="Address of the first machine.")
 ]
 
 app = group()

@@ -13,7 +13,7 @@ from etude.clock import date_utc, unix_s
 from etude.dashboard.terminal import light_table
 from etude.errors import ConfigError, UserError
 from etude.models.checkpoint import StoredCheckpoint, load_spec
-from etude.releases.states import ON_THE_WAY
+from etude.releases.states import PENDING_STATES
 from etude.releases.store import ReleaseRequest, RequestKind
 from etude.run.numerics import unfilled_model
 from etude.run.payload_store import open_releases
@@ -49,7 +49,7 @@ def status(run: RunPath, *, version: Annotated[int | None, typer.Option(help="Th
     table = light_table(">version", "state", ">stage", "digest", "since")
     for release in releases:
         if version in (None, release.version):
-            stage = str(release.stage) if release.state in ON_THE_WAY else ""
+            stage = str(release.stage) if release.state in PENDING_STATES else ""
             table.add_row(str(release.version), str(release.state), stage, release.digest[:12], date_utc(release.since))
     console().print(table)
     history = light_table("when", ">version", "move", "by", "reason", broken=["reason"])
@@ -72,10 +72,10 @@ def approve(
     folder = open_run_folder(run)
     needed = folder.config().release.approvals
     if not needed:
-        raise ConfigError("release.approvals = 0: nobody has to agree in this run")
+        raise ConfigError("release.approvals = 0: releases of this run need no approval")
     with open_releases(folder) as store:
-        if not any(one.version == version and one.state in ON_THE_WAY for one in store.releases()):
-            raise UserError(f"version {version} is no candidate now: see `etude release status {run}`")
+        if not any(one.version == version and one.state in PENDING_STATES for one in store.releases()):
+            raise UserError(f"version {version} is not a candidate now: see `etude release status {run}`")
         name = by or getpass.getuser()
         store.ask(ReleaseRequest(kind=RequestKind.APPROVE, by=name, at=unix_s(), version=version))
     print(f"{name} agrees with version {version}; {needed} different people must")

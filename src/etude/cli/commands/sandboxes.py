@@ -16,6 +16,7 @@ from rich.console import Console
 from etude.aio import background_task
 from etude.cli.options import group
 from etude.config.tasks import LentKind, MachineKind, SandboxConfig
+from etude.dashboard.formatting import visible
 from etude.errors import ConfigError, ExitCode, SandboxError
 from etude.protocols import SandboxProvider
 from etude.run.harness_host import RunGateways, serve_run
@@ -60,7 +61,7 @@ def serve(
         ),
     ],
     clients: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keys of many clients, and what each may name and have.")
+        Path | None, typer.Option(metavar="FILE", help="File with keys of many clients, their rights and limits.")
     ] = None,
     sandboxes: Annotated[
         int, typer.Option(metavar="N", min=0, help="Most sandboxes of the only key; 0: one for each 64 MiB of memory.")
@@ -112,7 +113,7 @@ def probe_command(
     sandbox: Annotated[MachineKind, typer.Option(help="Kind of sandbox; remote is the product's machines.")] = "ns",
     sandbox_url: SandboxUrl = "",
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Output of this command elsewhere, say in production.")
+        Path | None, typer.Option(metavar="FILE", help="Output of this command on another machine.")
     ] = None,
 ) -> int:
     """Print what a sandbox reports of itself, or how another one differs from it."""
@@ -145,7 +146,7 @@ async def opened_provider(sandboxes: SandboxConfig) -> AsyncIterator[SandboxProv
 
 def log(line: str) -> None:
     """Print what goes on, on stderr."""
-    PROGRESS.out(line, highlight=False)
+    PROGRESS.out(visible(line), highlight=False)
 
 
 async def _probe(sandboxes: SandboxConfig) -> dict[str, str]:

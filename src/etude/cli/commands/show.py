@@ -85,7 +85,7 @@ def show(
     sort: Annotated[
         Literal["newest", "reward", "tokens", "turns", "staleness"] | None, typer.Option(help="What is listed first.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", help="List so many (default: 20).")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="Most rollouts to list (default: 20).")] = None,
     export: Annotated[
         Literal["harbor", "html"] | None, typer.Option(help="Print one as Harbor's trajectory (ATIF), or as HTML.")
     ] = None,

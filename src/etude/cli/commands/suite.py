@@ -35,6 +35,7 @@ from etude.cli.options import Json, Overrides, group
 from etude.config.loading import is_recipe, read_tree
 from etude.config.tasks import MachineKind
 from etude.dashboard.evaluation import TokenPrices, comparison_table, differences, evaluation_table, figures
+from etude.dashboard.formatting import visible
 from etude.dashboard.suite_report import report_page, report_rows, report_table
 from etude.dashboard.suite_results import RESULTS_FILE, SuiteResults, common_tasks, read_results
 from etude.errors import ConfigError
@@ -235,7 +236,7 @@ def contamination_command(
         _print_json({**(asdict(traces) if traces else {}), "memory": asdict(memory) if memory else None})
     else:
         for line in [*(_trace_lines(traces) if traces else ()), *(_memory_lines(memory) if memory else ())]:
-            OUT.out(line)
+            OUT.out(visible(line))
     in_texts = traces is not None and bool(traces.canary_in or traces.tasks)
     return 1 if in_texts or (memory is not None and memory.is_remembered) else 0
 
@@ -279,7 +280,7 @@ def refresh_command(
     done = refresh(suite, read, traces, max_share=max_share, day=today())
     for record in read_records(suite):
         if record.task_id not in earlier:
-            OUT.out(f"{record.task_id} came in: {record.prompt}")
+            OUT.out(visible(f"{record.task_id} came in: {record.prompt}"))
     for line in done.lines():
         OUT.out(line)
     now = suite_of(suite).version

@@ -6,6 +6,7 @@ A task that cannot be made or verified is named with its reason and set aside; t
 import asyncio
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from etude.cli.options import All, Json, Split, group
 from etude.config.loading import is_recipe, load_recipe
 from etude.config.recipe import RunConfig
 from etude.config.tasks import MachineKind, SandboxConfig, TaskConfig
+from etude.dashboard.formatting import visible
 from etude.errors import ConfigError, ExitCode
 from etude.protocols import TaskFamily
 from etude.rewards.graders.script import ScriptGrader
@@ -28,7 +30,7 @@ from etude.run.task_sandboxes import image_store
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.fidelity.audit import audit, render, to_json
 from etude.taskgen.fidelity.sessions import read_sessions
-from etude.taskgen.harbor.export import export_task
+from etude.taskgen.harbor.export import export_task, folder_of
 from etude.taskgen.harbor.soundness import SoundnessCheck
 from etude.taskgen.installer import InstallerOptions
 from etude.taskgen.preparation import Settings
@@ -136,7 +138,8 @@ def list_tasks(
         lines = _harbor_lines(source, split, count)
     else:
         lines = _repository_lines(source, split, count)
-    print("\n".join(lines))
+    text = "\n".join(lines)
+    print(visible(text) if sys.stdout.isatty() else text)
 
 
 @app.command("features")
@@ -166,7 +169,7 @@ def export_command(
     refused = 0
     for task in {task.task_id: task for task in tasks}.values():
         try:
-            export_task(task, out / task.task_id, images=images, solution=_solution(answer(task)) if answer else None)
+            export_task(task, folder_of(task, out), images=images, solution=_solution(answer(task)) if answer else None)
         except TaskFolderError as error:
             refused += 1
             log(f"{task.task_id}: set aside: {error}")

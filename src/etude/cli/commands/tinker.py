@@ -31,7 +31,7 @@ def tinker(
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Where saved weights go.")] = Path("tinker"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = HOST,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = 8478,
-    device: Annotated[Literal["cpu", "cuda", "auto"], typer.Option(help="What it computes on.")] = "auto",
+    device: Annotated[Literal["cpu", "cuda", "auto"], typer.Option(help="Device to compute on.")] = "auto",
     max_length: Annotated[int, typer.Option(min=64, help="Tokens of a prompt with its completion.")] = 2048,
     clients: Annotated[int, typer.Option(min=1, help="Training clients at a time.")] = 4,
 ) -> None:

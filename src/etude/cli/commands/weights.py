@@ -146,8 +146,8 @@ def pull_version(
 def gc(
     store: Store,
     *,
-    keep: Annotated[int, typer.Option(help="Versions before the newest that stay anyway.")] = 64,
-    grace_s: Annotated[float, typer.Option(help="Age from which unused objects go.")] = 3600.0,
+    keep: Annotated[int, typer.Option(help="Versions before the newest that are always kept.")] = 64,
+    grace_s: Annotated[float, typer.Option(help="Age from which unused objects are removed.")] = 3600.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
     """Delete what no reader, present or future, needs any more."""
@@ -183,7 +183,7 @@ def diff(
     first: int,
     second: int,
     *,
-    every: Annotated[bool, typer.Option("--all", help="Every tensor, not the 20 that changed most.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List every tensor, not only the 20 that changed most.")] = False,
     log_id: LogId = None,
 ) -> None:
     """Compare two versions, tensor by tensor."""
@@ -217,7 +217,7 @@ def relay(
     store: Store,
     region: Annotated[str, typer.Argument(help="The nearer store.")],
     *,
-    once: Annotated[bool, typer.Option("--once", help="Copy what there is and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Copy what is there now, then exit.")] = False,
     log_id: LogId = None,
     at_least: AtLeast = 0,
 ) -> None:
@@ -275,7 +275,7 @@ def log_of(store: str, *, log_id: str | None = None, at_least: int = 0, far: boo
             raise RunFolderError(f"no weight version is published in the run {store} yet")
         return open_store(folder.store, creates=False, log_id=log_id or log_id_of(folder), at_least=at_least)
     if "://" not in store and not folder.path.is_dir():
-        raise RunFolderError(f"{store!r} is no run folder and no weight store")
+        raise RunFolderError(f"{store!r} is neither a run folder nor a weight store")
     return open_store(store, creates=False, log_id=log_id, at_least=at_least, far=far)
 
 

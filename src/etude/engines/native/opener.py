@@ -1,10 +1,10 @@
-"""The native engine kind: an engine over a model whose weights are updated in place.
+"""The native engine: starts it, and updates the weights of its model in place.
 
     update ──stage──▶ writes into the spare model ──swap──▶ serves; the other is the spare now
 
-A checkpoint's tensors are views into the model's parameters (``models/naming.py``), so the place of a changed number is
-known: an update costs what changed, not the model's size. With a spare the engine holds its weights twice, and the
-pause is that of exchanging two references. Without one the writes happen between two steps.
+A checkpoint's tensors are views into the model's parameters (``models/naming.py``), so each changed number is written
+where it lies: an update costs as much as has changed, whatever the size of the model. With a spare the engine holds its
+weights twice, and sampling pauses only to exchange two references. Without one the writes happen between two steps.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ from etude.weights.tensors import to_tensors
 STATS_S = 1.0
 """Seconds between two reports of the load."""
 PROOF_EVERY = 16
-"""One in so many versions, the resident weights are read and compared with what was published."""
+"""Versions between two comparisons of the resident weights with what was published."""
 
 Changed: TypeAlias = Mapping[str, Sequence[ChangedNumbers]] | None
-"""The numbers that one version changed, by tensor; ``None`` for so many that everything shall be loaded."""
+"""The numbers that one version changed, by tensor; ``None``: so many that the whole state is loaded."""
 
 
 @asynccontextmanager
@@ -60,7 +60,7 @@ class ResidentModel:
     """One copy of a model's weights, moved from version to version in place."""
 
     def __init__(self, model: Decoder, load: Load, pulled: PulledWeights) -> None:
-        """Load ``pulled`` into ``model`` with ``load``, and prove it; raises as :meth:`prove` does."""
+        """Load ``pulled`` into ``model`` with ``load`` and verify it; raises as :meth:`prove` does."""
         self.model = model
         self._load = load
         self._specs = {name: stored.spec for name, stored in pulled.state.items()}
@@ -70,11 +70,11 @@ class ResidentModel:
         self.prove(pulled.version, pulled.digest)
 
     def fall_behind(self, changed: Changed) -> None:
-        """Take note of a version without writing it yet."""
+        """Record what a version changed, without writing it yet."""
         self._behind.append(changed)
 
     def catch_up(self, whole: Mapping[str, Tensor]) -> list[Scatter]:
-        """Prepare the writes that lead to the newest version noted, in order; ``whole`` is all of that version."""
+        """Prepare the writes that lead to the newest recorded version, in order; ``whole`` is its full state."""
         behind, self._behind = self._behind, []
         scatters = []
         for changed in behind:
@@ -92,14 +92,14 @@ class ResidentModel:
         return (layout_digest(self._specs.values()) + sum(parts, start=Digest.ZERO)).hex()
 
     def prove(self, version: int, digest: str) -> None:
-        """Read the weights. Raises :class:`~etude.errors.InfrastructureError` when they are not those of ``digest``.
+        """Verify the resident weights. Raises :class:`~etude.errors.InfrastructureError` if ``digest`` is not theirs.
 
-        Quantised experts are held decoded: what was pulled was proven, what is resident of them cannot be.
+        Quantised experts are resident in decoded form and cannot be verified; they were when they were pulled.
         """
         if self._specs.keys() == self._views.keys() and (resident := self.digest()) != digest:
             raise InfrastructureError(
-                f"the engine holds {resident[:12]}, weight version {version} is {digest[:12]}: started again it loads "
-                f"it anew"
+                f"the engine holds {resident[:12]}, but weight version {version} is {digest[:12]}: restart the engine, "
+                f"which then loads it anew"
             )
 
     def _scatter(self, changed: Mapping[str, Sequence[ChangedNumbers]]) -> Scatter:
@@ -139,7 +139,7 @@ class NativeUpdater:
     ) -> "NativeUpdater":
         """An engine that serves ``pulled``, with as many models as ``config`` keeps, and its updater."""
         models = [make_model()]
-        if config.native.spare_weights and models[0].adapters is None:  # an adapter is written within a blink
+        if config.native.spare_weights and models[0].adapters is None:  # an adapter is small and quickly written
             models.append(make_model())
         residents = [ResidentModel(model, partial(load, model), pulled) for model in models]
         engine = NativeEngine(
@@ -205,13 +205,14 @@ async def report_load(engine: NativeEngine, events: EventLog) -> None:
                 waiting=health.waiting,
                 drafted_tokens=counters.drafted_tokens,
                 accepted_tokens=counters.accepted_tokens,
+                steps=counters.steps,
             )
         )
         busy_s, since_s = engine.busy_s, now_s
 
 
 def _holds(view: Tensor, spec: TensorSpec | None) -> bool:
-    """Report whether a view has the very numbers of a published tensor, which a quantised one's has not."""
+    """True if a view holds the numbers of a published tensor as they are, which is false for a quantised one."""
     return spec is not None and spec.dtype == STORED_TYPES[view.dtype] and spec.shape == tuple(view.shape)
 
 

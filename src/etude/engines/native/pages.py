@@ -2,16 +2,16 @@
 
 Owns the numbers of the pages, never their tensors. A page is
 
-    free ──take──▶ held ──release──▶ free          if nothing is known of its content
+    free ──take──▶ held ──release──▶ free          if it is not indexed
                     │ ▲
               enter │ │ retain
                     ▼ │
                  indexed ──release by all──▶ idle ──evict──▶ held by the request that takes it
 
-An indexed page is full, immutable and known by the tokens in it and before it, so any request that begins with the same
-tokens may hold it as well. The index is a tree with one root per weight version and one node per page; its branches are
-keyed by the exact tokens, not by hashes of them, so a lookup cannot be wrong. A chain of pages begins at one root: keys
-of two versions never meet in it.
+An indexed page is full, immutable and identified by the tokens in it and before it, so any request that begins with the
+same tokens may hold it as well. The index is a tree with one root per weight version and one node per page; its
+branches are keyed by the exact tokens, not by hashes, so a lookup cannot be wrong. A chain of pages begins at one root,
+so it never mixes keys of two versions.
 
 Sources: pages as in vLLM (Kwon et al. 2023, arXiv:2309.06180, section 4.2); the tree as in SGLang's radix cache (Zheng
 et al. 2024, arXiv:2312.07104, section 3), in steps of whole pages instead of tokens and with versions as roots.
@@ -34,7 +34,7 @@ class PageNode:
     version: int
     """The weight version that computed the whole chain."""
     parent: "PageNode | None" = None
-    """``None`` for a root and for what is no longer in the index."""
+    """``None`` for a root and for a node that is no longer in the index."""
     token_ids: tuple[int, ...] = ()
     page: int = NO_PAGE
     children: dict[tuple[int, ...], "PageNode"] = field(default_factory=dict)
@@ -50,31 +50,32 @@ class PagePool:
         self._nodes: list[PageNode | None] = [None] * count
         """The node of each indexed page."""
         self._idle: dict[int, OrderedDict[int, None]] = {}
-        """Version → indexed pages that no request holds, least recently used first; no version without any."""
+        """Version → indexed pages that no request holds, least recently used first; versions without any are left out.
+        """
         self._idle_count = 0
         self.root = PageNode(version=0)
         """Root of the chains of the serving version."""
         self._roots = {0: self.root}
         self.evicted = 0
-        """Count of the indexed pages given up so far."""
+        """Number of indexed pages evicted so far."""
 
     @property
     def available(self) -> int:
-        """Count of the pages that can be taken now."""
+        """Number of pages that can be taken now."""
         return len(self._free) + self._idle_count
 
     def serve(self, version: int) -> None:
-        """Look up chains of ``version`` from now on; those of other versions are evicted before its own."""
+        """Look up chains of ``version`` from now on; chains of other versions are evicted first."""
         if not self.root.children:
             del self._roots[self.root.version]
         self.root = self._roots.setdefault(version, PageNode(version=version))
 
     def root_of(self, chain: int | None) -> PageNode:
-        """Root of the chains of an adapter by its number, which is negative; ``None``: of the serving version."""
+        """Root of the chains of an adapter, by its negative number; ``None``: of the serving version."""
         return self.root if chain is None else self._roots.setdefault(chain, PageNode(version=chain))
 
     def take(self) -> int:
-        """A page that no other request holds, its content arbitrary. Look at :attr:`available` first."""
+        """Take a page that no other request holds, with arbitrary content. Check :attr:`available` first."""
         if not self._free:
             self._evict()
         page = self._free.pop()
@@ -82,7 +83,7 @@ class PagePool:
         return page
 
     def retain(self, page: int) -> None:
-        """Hold an indexed page with others."""
+        """Hold an indexed page, maybe together with others."""
         if not self._references[page]:
             node = self._nodes[page]
             assert node is not None, f"page {page} is free: take it"
@@ -90,9 +91,9 @@ class PagePool:
         self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Let go of a request's pages, given in the order of its tokens.
+        """Release a request's pages, given in the order of its tokens.
 
-        Those at the end become idle first, so that a chain is evicted from its end: its beginning is of use to more.
+        The last ones become idle first, so that a chain is evicted from its end: more requests share its beginning.
         """
         for page in reversed(pages):
             self._references[page] -= 1
@@ -105,8 +106,8 @@ class PagePool:
                     self._idle_count += 1
 
     def find(self, token_ids: Sequence[int], limit: int, root: PageNode | None = None) -> list[PageNode]:
-        """The longest chain below ``root``, or of the serving version, that begins ``token_ids``, of at most ``limit``
-        pages.
+        """The longest chain of at most ``limit`` pages below ``root`` (default: the serving version's) that matches the
+        beginning of ``token_ids``.
         """
         chain, node = list[PageNode](), root or self.root
         for start in range(0, limit * PAGE, PAGE):
@@ -118,11 +119,11 @@ class PagePool:
         return chain
 
     def enter(self, parent: PageNode, token_ids: tuple[int, ...], page: int) -> PageNode | None:
-        """Index a page that its one holder has filled with ``token_ids``, behind ``parent``; returns its node.
+        """Index a page that its one holder has filled with ``token_ids``, after ``parent``; returns its node.
 
-        Where those tokens have a page already that is held, that one stays and ``page`` remains private: the
-        tables of requests are never changed, what a request was sampled from is what it keeps. ``None`` when
-        ``parent`` is not in the index any more.
+        If these tokens already have a page that is held, that one stays and ``page`` remains private: tables of
+        requests never change, so a request keeps the pages it was sampled from. ``None`` if ``parent`` is no longer in
+        the index.
         """
         if parent.parent is None and parent is not self.root and not self._is_adapters(parent):
             return None
@@ -141,7 +142,7 @@ class PagePool:
         return node
 
     def is_mutable(self, page: int) -> bool:
-        """Report whether its holder may write it: it is the only one, and the index does not know the page."""
+        """True if its holder may write it: there is only one, and the page is not indexed."""
         return self._references[page] == 1 and self._nodes[page] is None
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
@@ -167,11 +168,11 @@ class PagePool:
             assert all(node.version == version and len(node.token_ids) == PAGE for node in _below(root))
 
     def _is_adapters(self, node: PageNode) -> bool:
-        """True for the root of an adapter's chains, which stays for as long as there is the pool."""
+        """True for the root of an adapter's chains, which is never removed."""
         return node.version < 0 and self._roots.get(node.version) is node
 
     def _evict(self) -> None:
-        """Free the least recently used idle page, those of versions that are not served any more first."""
+        """Free the least recently used idle page, preferring versions that are no longer served."""
         serving = self.root.version
         old = (version for version in self._idle if 0 <= version != serving)
         version = next(old, next(iter(self._idle)))

@@ -74,7 +74,7 @@ class DrawnTensors:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """The tensors that are not ``None``."""
         every = (self.token_ids_R, self.logprobs_R, self.kept_Rb, self.routes_RLk)
         return [tensor for tensor in every if tensor is not None]
 

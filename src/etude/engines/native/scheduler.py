@@ -153,6 +153,8 @@ class ScheduledTokens:
 class Counters:
     """Counts of scheduled work since they were last read."""
 
+    steps: int = 0
+    """Planned, with something to compute."""
     generated_tokens: int = 0
     """Sampled."""
     drafted_tokens: int = 0
@@ -282,7 +284,7 @@ class RequestQueue:
         return False
 
     def _make_room(self, request: EngineRequest, chain: Sequence[PageNode], counters: Counters) -> bool:
-        """Find a seat, and pages for all tokens behind ``chain`` and one more; ``chain`` is held if there are."""
+        """Find a free slot, and pages for all tokens after ``chain`` and one more; if there are, ``chain`` is held."""
         for node in chain:
             self.pool.retain(node.page)
         needed = _pages_for(request) - len(chain)
@@ -473,6 +475,7 @@ class Scheduler:
         self._queue.admit(self.counters, begun_only=self._draining)
         self.counters.evicted_pages += self._queue.pool.evicted - evicted
         works = _works(self._queue.running, self._step_tokens)
+        self.counters.steps += bool(works)
         self.counters.drafted_tokens += sum(len(work.drafts) for work in works)
         return works
 

@@ -19,7 +19,7 @@ from etude.config.inference import SglangOptions
 from etude.config.recipe import RunConfig
 from etude.engines.api_client import ApiClient
 from etude.engines.kinds import EngineContext, ServedEngine, Swap, WeightUpdate
-from etude.engines.server_process import CheckpointWriter, ServerProcess, free_port, limits_of, spelt
+from etude.engines.server_process import CheckpointWriter, ServerProcess, free_port, limits_of, to_flags
 from etude.engines.sglang.engine import SglangEngine, SglangFeatures
 from etude.engines.sglang.server import SglangServer, find_python
 from etude.models.checkpoint import CONFIG_FILE
@@ -63,7 +63,7 @@ def server_of(config: RunConfig, spec: ModelSpec, *, python: Path, model: Path, 
         max_length=config.engine.max_length,
         max_running=config.engine.max_running,
         routes=spec.experts is not None and config.numerics.replay != "off",
-        extra=spelt(options.arguments),
+        extra=to_flags(options.arguments),
     )
 
 

@@ -149,5 +149,5 @@ def mask_of(masks: Sequence[Sequence[int]], count: int) -> SamplingMask:
     Raises :class:`~etude.errors.EngineUnavailable` unless there is one set for each.
     """
     if len(masks) != count:
-        raise EngineUnavailable(f"vLLM named {len(masks)} kept sets for {count} tokens")
+        raise EngineUnavailable(f"vLLM named {len(masks)} sampling masks for {count} tokens")
     return SamplingMask.of_rows([np.sort(np.array(mask, np.int32)) for mask in masks])

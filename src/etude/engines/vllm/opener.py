@@ -1,9 +1,9 @@
-"""The vLLM engine kind: a server started by étude, updated from version to version by files that it reads.
+"""The vLLM engine: starts the server, and updates its weights from version to version by files that it reads.
 
-    update ──▶ changed numbers, or a whole checkpoint where very much changed ──▶ vLLM
+    update ──▶ changed numbers, or a whole checkpoint if very much changed ──▶ vLLM
 
-A whole checkpoint goes to a memory file system where there is one; the next process to open a scratch removes what a
-killed one left there.
+A whole checkpoint is written to a memory file system if there is one. What a killed process left there is removed by
+the next one that opens a scratch.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from etude.config.recipe import RunConfig
 from etude.engines.api_client import ApiClient
 from etude.engines.kinds import EngineContext, ServedEngine, Swap, WeightUpdate, WeightUpdater
 from etude.engines.native.scheduler import SwapMode
-from etude.engines.server_process import CheckpointWriter, free_port, limits_of, spelt
+from etude.engines.server_process import CheckpointWriter, free_port, limits_of, to_flags
 from etude.engines.vllm.answers import ServerFeatures
 from etude.engines.vllm.engine import VllmEngine
 from etude.engines.vllm.process import VllmServer, find_python, start
@@ -40,7 +40,7 @@ from etude.weights.tensors import to_stored, to_tensors
 
 @asynccontextmanager
 async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncIterator[ServedEngine]:
-    """Start a server on a version, and stop it with the context."""
+    """Start a server with a weight version, and stop it when the context ends."""
     config, options = context.config, context.config.engine.options
     assert isinstance(options, VllmOptions), config.engine.kind
     with closing(Scratch.open(None)) as scratch:
@@ -95,7 +95,7 @@ def server_of(
         max_running=config.engine.max_running,
         lora_rank=config.lora.rank if config.lora.trains("rl") else 0,
         routes=spec.experts is not None and config.numerics.replay != "off",
-        extra=spelt(options.arguments),
+        extra=to_flags(options.arguments),
     )
 
 
@@ -114,7 +114,7 @@ class VllmUpdater:
         return self._engine.version
 
     def stage(self, update: WeightUpdate) -> Swap:
-        """Write a checkpoint where very much changed."""
+        """Write a checkpoint if very much changed."""
         pulled = update.weights
         source = self._writer.write(pulled.state) if update.changed is None else update.changed
 
@@ -124,7 +124,7 @@ class VllmUpdater:
         return swap
 
     def settle(self) -> None:
-        """Nothing: the server has one copy."""
+        """Do nothing: the server has one copy."""
 
 
 @final
@@ -145,7 +145,7 @@ class AdapterUpdater:
         return self._engine.version
 
     def stage(self, update: WeightUpdate) -> Swap:
-        """Write the adapter as a PEFT folder, and prove that file.
+        """Write the adapter as a PEFT folder, and verify that file.
 
         Raises :class:`~etude.errors.InfrastructureError` when it does not hold what was published.
         """
@@ -163,4 +163,4 @@ class AdapterUpdater:
         return swap
 
     def settle(self) -> None:
-        """Nothing: an adapter is loaded whole."""
+        """Do nothing: an adapter is loaded whole."""

@@ -54,7 +54,7 @@ def read_patch(path: Path) -> Patch:
     """Read a patch file. Raises :class:`~etude.errors.DamagedError` unless every run is whole."""
     file = read_tensor_file(path)
     if file.metadata.keys() != {"base", "digest"}:
-        raise DamagedError(f"{path} is no patch: its metadata is {sorted(file.metadata)}")
+        raise DamagedError(f"{path} is not a patch: its metadata is {sorted(file.metadata)}")
     runs: dict[str, list[tuple[int, ChangedNumbers]]] = {}
     for title, stored in file.tensors.items():
         number, _, rest = title.partition("/")
@@ -63,7 +63,7 @@ def read_patch(path: Path) -> Patch:
             continue
         bits = file.tensors.get(f"{number}/{BITS}/{name}")
         if kind != INDICES or not number.isdecimal() or bits is None or bits.spec.shape != stored.spec.shape:
-            raise DamagedError(f"{path}: {title!r} is no run of changes, or has no bits of its shape")
+            raise DamagedError(f"{path}: {title!r} is not a run of changes, or has no bits of its shape")
         changed = ChangedNumbers(indices=stored.data.view(np.uint64), bits=bits.numbers)
         runs.setdefault(name, []).append((int(number), changed))
     changes = {name: [run for _, run in sorted(parts, key=lambda pair: pair[0])] for name, parts in runs.items()}

@@ -57,7 +57,7 @@ class VllmServer:
     routes: bool = False
     """Return the experts of each token."""
     sampling_mask: bool = False
-    """Return what top-p and top-k left over."""
+    """Return the tokens that top-p and top-k left to draw from."""
     lora_rank: int = 0
     """Largest rank of adapters that can be loaded while it serves; 0 for none."""
     api_key: str = field(default="", repr=False)
@@ -68,9 +68,9 @@ class VllmServer:
     def __post_init__(self) -> None:
         if self.device == "cpu" and (self.routes or self.sampling_mask):
             raise ValueError(
-                "vLLM returns routes and kept sets from its Model Runner V2 only, which needs Triton; the Triton on "
-                "PyPI has no CPU backend, and vLLM 0.32 refuses to start ('Model Runner V2 requires Triton'): use a "
-                "GPU, or set routes and kept_sets to false"
+                "vLLM returns routes and sampling masks only from its Model Runner V2, which needs Triton; the Triton "
+                "on PyPI has no CPU backend, and vLLM 0.32 refuses to start ('Model Runner V2 requires Triton'): use "
+                "a GPU, or set routes and sampling_mask to false"
             )
 
     def command(self) -> list[str]:

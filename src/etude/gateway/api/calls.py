@@ -3,11 +3,11 @@
     body ──protocol.parse──▶ ParsedRequest(call) ──service──▶ Answer ──parsed.body / parsed.events──▶ bytes
 
 Owns the nouns that API protocols and the service share, the errors of the APIs, and the kind of a call. A request that
-is not expressible here is refused by its protocol, by name: nothing that would change the output is ignored. The text
-of an unknown error could quote a prompt, so neither caller nor log ever see more than its type and place.
+cannot be expressed here is refused by its protocol, naming the field: nothing that would change the output is ignored.
+The text of an unknown error could quote a prompt, so callers and logs only see its type and place.
 
-A harness marks its calls for summaries by a header, or, where it cannot send one, by words that stand in its requests
-for summaries and nowhere else. A turn that is recorded as a summary is sampled like any other.
+A harness marks its calls for summaries by a header or, if it cannot send one, by a text that occurs in its requests for
+summaries and nowhere else. A turn that is recorded as a summary is sampled like any other.
 """
 
 import logging
@@ -23,7 +23,7 @@ from etude.tokens.messages import ChatMessage, Delta, TemplateKwargs, Tool
 from etude.types import Turn, TurnKind
 
 MODEL = "policy"
-"""The one model of a gateway: whatever weights its engines serve now. Other names are aliases of it."""
+"""The one model of a gateway: the weights that its engines serve now. Other names are aliases of it."""
 
 ID_BYTES = 12
 """Randomness of the ids of requests and answers: unique, not secret."""
@@ -76,21 +76,19 @@ class Call:
     """Empty for a raw prompt."""
     tools: tuple[Tool, ...] = ()
     template_kwargs: TemplateKwargs = field(default_factory=dict)
-    """Further variables of the chat template; as the tools, they are part of the history."""
+    """Further variables of the chat template; like the tools, they are part of the history."""
     prompt: str | tuple[int, ...] | None = None
     """A raw prompt, as text or as token ids, with no chat template; ``None`` for a conversation."""
     previous: str | None = None
-    """Id of an earlier answer in the same session, whose conversation comes before ``messages``."""
+    """Id of an earlier answer in the same session, whose conversation ``messages`` continue."""
     instructed: bool = False
-    """True if the first of ``messages`` are instructions: they come before the conversation of ``previous``, too, in
-    the place of those that it had.
-    """
+    """True if ``messages`` begin with instructions, which then replace those of the conversation of ``previous``."""
     sampling: Sampling = Sampling()
     stream: bool = False
     single_call: bool = False
     """True if the reply ends with its first tool call."""
     model: str = MODEL
-    """The name the caller used; it is given back."""
+    """The name that the caller used; the answer repeats it."""
 
 
 class FinishReason(StrEnum):
@@ -101,7 +99,7 @@ class FinishReason(StrEnum):
     STOP_TEXT = "stop_text"
     """One of the caller's stop strings did."""
     TOOL_CALLS = "tool_calls"
-    """The model waits for what it called."""
+    """The model waits for the results of its calls."""
     LENGTH = "length"
     """It was truncated at ``max_tokens``."""
 
@@ -113,7 +111,7 @@ class Reply:
     message: ChatMessage
     finish_reason: FinishReason
     stop_text: str | None
-    """The caller's string that ended it, with ``STOP_TEXT``."""
+    """The caller's string that ended it, for ``STOP_TEXT``."""
     turn: Turn
 
 
@@ -132,7 +130,7 @@ class Answer:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the one prompt that all replies have."""
+        """Tokens of the prompt, which all replies share."""
         return len(self.replies[0].turn.prompt_ids)
 
     @property
@@ -152,17 +150,15 @@ class EventEncoder(Protocol):
         ...
 
     def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
-        """The events of the tokens of ``chunk``, which add ``deltas`` to reply ``index``; there may be tokens that add
-        no text.
-        """
+        """The events for the tokens of ``chunk``, which add ``deltas`` to reply ``index``; some tokens add no text."""
         ...
 
     def closing(self, answer: Answer) -> bytes:
-        """The end, with usage; every reply is complete and recorded."""
+        """The end, with usage; by then every reply is complete and recorded."""
         ...
 
     def failure(self, api_error: ApiError) -> bytes:
-        """An error after the opening, when no status can be sent any more."""
+        """An error after the opening, when it is too late for an HTTP status."""
         ...
 
 
@@ -196,15 +192,15 @@ class ApiProtocol:
     request_id_header: str
     """Response header under which this API's clients look for the id of an answer."""
     statuses: Mapping[int, int] = field(default_factory=dict)
-    """Statuses of errors that this API has another number for."""
+    """Our status → this API's, where they differ."""
 
 
 RETRY_AFTER_S = 1.0
-"""Time after which a caller may try again where nothing better is known: about one model call."""
+"""Default time after which a caller may try again: about one model call."""
 RETRYABLE = frozenset({409, 429, 503})
-"""Statuses that go with a time to try again."""
+"""Statuses that are sent with ``Retry-After``."""
 UNSERVED = frozenset({"rate_limit_exceeded", "engine_unavailable", "deadline_exceeded", "draining"})
-"""Codes of calls that were not answered for lack of an engine, and not for what they ask."""
+"""Codes of calls that failed for lack of an engine, not because of their content."""
 OVER_BUDGET = "key_budget_exceeded"
 """Error code of a call that its key's budget refused."""
 CLIENT_CLOSED = 499
@@ -229,7 +225,7 @@ def api_error_of(error: Exception, route: str) -> ApiError:
         case EngineUnavailable():
             return ApiError(503, "engine_unavailable", str(error), retry_after_s=RETRY_AFTER_S)
         case CaptureError():
-            # Not 503: asking again would be answered the same, and the rollout's record shall name the reason.
+            # Not 503: a retry would fail alike, and the rollout's record should name the reason.
             logger.error("%s: %s", route, error)
             return ApiError(500, "capture_failed", str(error))
     logger.error("%s failed: %s", route, trace_of(error))
@@ -237,15 +233,15 @@ def api_error_of(error: Exception, route: str) -> ApiError:
 
 
 TURN = "X-Etude-Turn"
-"""Header with the kind of a call; it counts more than the mark."""
+"""Header with the kind of a call; it overrides the mark."""
 KINDS = tuple(kind.value for kind in TurnKind)
 """The values of this header."""
 
 
 def turn_kind_of(call: Call, headers: Mapping[str, str], mark: str = "") -> TurnKind:
-    """The kind of a call, by its header, else by a last message that is the user's and contains ``mark``.
+    """The kind of a call: that of its header; else a summary if the last message is the user's and contains ``mark``.
 
-    Without a mark, or with a raw prompt, which has no messages, it takes a header to ask for a summary. Raises
+    A raw prompt has no messages, so only a header can make it a summary. Raises
     :class:`~etude.gateway.api.calls.ApiError` on a header that names no kind.
     """
     kind = headers.get(TURN)

@@ -141,7 +141,7 @@ class Key:
 
     def __post_init__(self) -> None:
         if len(self.digest) != SHA256_HEX or not set(self.digest) <= set("0123456789abcdef"):
-            raise ValueError(f"digest {self.digest!r} of key {self.key_id!r} is no SHA-256 in hex")
+            raise ValueError(f"digest {self.digest!r} of key {self.key_id!r} is not a SHA-256 in hex")
         if (self.scope is Scope.ROLLOUT) != (self.session_id is not None):
             raise ValueError(f"key {self.key_id!r} has scope {self.scope} and session {self.session_id!r}")
         if self.scope is Scope.FEEDBACK and self.opener is None:

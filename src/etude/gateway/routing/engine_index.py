@@ -89,7 +89,7 @@ class EngineIndex:
         self.waiting += waiting
 
     def add_load(self, name: str, calls: int) -> None:
-        """Note that an engine, if it is there, has so many calls more, or fewer."""
+        """Add a number of calls, maybe negative, to an engine's load, if the engine is there."""
         entry = self._entries.get(name)
         if entry is not None:
             entry.group.remove(name, entry.load)
@@ -150,7 +150,7 @@ class Tier(Collection[str]):
         return min((self._entries[name].load for name in firsts if name is not None), default=None)
 
     def within(self, load: float) -> "Tier":
-        """Those of them that have at most so many calls."""
+        """The engines of the tier with at most ``load`` calls."""
         return Tier(self._entries, self._groups, self._avoid, load)
 
     def _is_within(self, name: object) -> bool:

@@ -1,13 +1,12 @@
-"""A ring of hashed points: which of some engines a session goes to, so that all gateways choose alike. Pure.
+"""Consistent hashing of sessions to engines, so that all gateways choose alike. Pure.
 
               ·  ╭─ a ─ b ─╮  ·          every engine has POINTS points on the ring
-            c    │         a             a session has one, and goes to the engine whose point is next, clockwise,
-              ·  ╰─ c ─ b ─╯  ·          of those that may have it
+            c    │         a             a session has one point, and goes to the next allowed engine, clockwise
+              ·  ╰─ c ─ b ─╯  ·
 
-Consistent hashing (Karger et al. 1997, "Consistent hashing and random trees"); with a bound on loads (Mirrokni et al.
-2018), which is the caller's. An engine that leaves moves its own sessions only. Rendezvous hashing does that, too, but
-has to hash a session with each engine; here a choice costs the logarithm of the number of points, and as many steps
-as there are engines on the way that may not have the session.
+Karger et al. 1997, "Consistent hashing and random trees"; the bound on loads (Mirrokni et al. 2018) is the caller's. An
+engine that leaves moves only its own sessions. Rendezvous hashing has that property, too, but hashes a session with
+each engine; here a choice costs the logarithm of the number of points, and a step for each engine that is not allowed.
 """
 
 from array import array
@@ -16,9 +15,9 @@ from collections.abc import Collection, Iterator
 from hashlib import blake2b
 
 POINTS = 64
-"""Points of each engine: the more, the evener are their shares, and the longer it takes to add one."""
+"""Points of each engine: more points make shares more equal, and adding an engine slower."""
 STEPS = 4
-"""Steps on the way around before it is asked whether there are so few names that comparing them is shorter."""
+"""Steps around the ring after which, if few names are allowed, comparing their distances is faster."""
 FULL_TURN = 1 << 64
 """Length of the ring."""
 _WORDS, _WORD_BYTES = 8, 8
@@ -32,14 +31,14 @@ class HashRing:
         self._points = array("Q")  # ascending
         self._names: list[str] = []  # of the same index as its point
         self._points_of: dict[str, list[int]] = {}
-        self._added: list[str] = []  # names whose points are not among those yet: many are added at once
+        self._added: list[str] = []  # names whose points are not inserted yet: many are added at once
 
     def __len__(self) -> int:
         """The number of names."""
         return len(self._points_of)
 
     def add(self, name: str) -> None:
-        """Put a name on the ring, which is not there yet."""
+        """Put a new name on the ring."""
         assert name not in self._points_of, f"{name!r} is on the ring"
         self._points_of[name] = sorted(_points_of(name))
         self._added.append(name)
@@ -54,9 +53,9 @@ class HashRing:
             del self._points[at], self._names[at]
 
     def nearest(self, key: str, names: Collection[str]) -> str:
-        """The one of ``names``, at least one, whose point is next after that of ``key``; all are on the ring.
+        """The one of ``names``, at least one and all on the ring, whose point is the next after that of ``key``.
 
-        Of many names, one is soon met on the way around; few are compared with each other.
+        Of many names one is soon met on the way around; few are compared by their distances.
         """
         self._insert_added()
         start = _hash(key)
@@ -70,7 +69,7 @@ class HashRing:
         return min(names, key=lambda name: self._distance(start, name))
 
     def _distance(self, start: int, name: str) -> tuple[int, str]:
-        """The way from ``start`` to the next point of a name; equal ones are in the order of names."""
+        """Distance from ``start`` to the next point of a name; the name breaks ties."""
         points = self._points_of[name]
         at = bisect_left(points, start)
         return (points[at] - start, name) if at < len(points) else (points[0] + FULL_TURN - start, name)

@@ -1,12 +1,14 @@
 """One call of somebody else's API: where it goes, and what its answer says of tokens.
 
-Owns the URL, the headers and the body of a call, and how the usage in an answer of OpenAI's or Anthropic's is read:
-whole answers, and streams of server-sent events. Nothing is sent from here (:mod:`.passthrough`). Pure.
+Owns the URL, the headers and the body of a call, what of an API an agent may use, and how the usage in an answer of
+OpenAI's or Anthropic's is read: whole answers, and streams of server-sent events. Nothing is sent from here
+(:mod:`.passthrough`). Pure.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -19,6 +21,16 @@ ANTHROPIC_VERSION = "2023-06-01"
 """Value of the header that Anthropic's API asks for."""
 COMPLETIONS = ("chat/completions", "completions", "responses", "messages")
 """Paths, behind ``/v1/``, of calls that sample."""
+PATHS = (*COMPLETIONS, "messages/count_tokens")
+"""Paths that agents may call: whoever is in a sandbox must not get at the files, batches or keys of an account."""
+AGENTS_TOOLS = ("function", "custom", "bash", "text_editor", "computer", "memory", "local_shell", "apply_patch")
+"""Beginnings of the types of tools that agents run themselves. Any other the API runs: it searches the web, calls
+servers, executes code.
+"""
+HOSTED_FIELDS = frozenset({"web_search_options", "mcp_servers", "container", "plugins", "models"})
+"""Fields by which APIs are asked for such tools, or for another model than the one that is tried."""
+DATA_URL = "data:"
+QUOTED_CHARACTERS = 80
 NO_KEY = "none"
 """Key that is sent where there is none: servers of one's own do not look at it."""
 EVENT_DATA = b"data:"
@@ -39,7 +51,12 @@ class Upstream:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {self.url!r} is no URL of an API: expected http://… or https://…")
+            raise ConfigError(f"--url {self.url!r} is not a URL of an API: expected http://… or https://…")
+        if (parts := urlsplit(self.url)).username is not None or parts.query or parts.fragment:
+            raise ConfigError(
+                f"--url has more than a place in it (before '@', or behind '?' or '#'), which results would show: name "
+                f"{parts.scheme}://{parts.hostname}… alone, and the variable of a key by --key-env"
+            )
         if not self.model:
             raise ConfigError("--model is empty: name the model as its API does")
 
@@ -62,6 +79,39 @@ class Upstream:
         if path == "chat/completions" and body.get("stream") and self.api == "openai":
             sent.setdefault("stream_options", {"include_usage": True})  # or a stream says nothing of tokens
         return {name: value for name, value in sent.items() if name not in self.extra or value is not None}
+
+
+def beyond_the_model(body: Mapping[str, Any]) -> str:
+    """The words for what a call asks an API for besides the words of its model, which no sandbox without a network has;
+    empty where there is nothing.
+    """
+    if fields := sorted(HOSTED_FIELDS & body.keys()):
+        return f"field {fields[0]!r}"
+    tools = body.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        kind = tool.get("type", "custom") if isinstance(tool, dict) else "custom"
+        if not str(kind).startswith(AGENTS_TOOLS):
+            return f"tool {kind!r}"
+    remaining: list[Any] = [body]
+    while remaining:
+        part = remaining.pop()
+        if isinstance(part, dict):
+            if (url := _remote_url(part)) is not None:
+                return f"content at {url[:QUOTED_CHARACTERS]!r}"
+            remaining += part.values()
+        elif isinstance(part, list):
+            remaining += part
+    return ""
+
+
+def _remote_url(part: Mapping[str, Any]) -> str | None:
+    """The URL from which an API would fetch a part of a message."""
+    source = part if part.get("type") == "url" else {}
+    for place in (part.get("image_url"), part.get("file_url"), source.get("url")):
+        url = place.get("url") if isinstance(place, dict) else place
+        if isinstance(url, str) and not url.startswith(DATA_URL):
+            return url
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from aiohttp import web
 from etude.aio import never
 from etude.backoff import Backoff
 from etude.errors import ConfigError, SessionLost, UserError
-from etude.gateway.upstream.calls import COMPLETIONS, TokenUsage, Upstream, read_usage
+from etude.gateway.upstream.calls import COMPLETIONS, PATHS, TokenUsage, Upstream, beyond_the_model, read_usage
 from etude.gateway.upstream.translation import (
     CONTEXT_CODE,
     Untranslatable,
@@ -191,7 +191,7 @@ class Passthrough:
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if session is None:
             return _api_error(404, "there is no such session (any more)", "session_not_found")
-        if not secrets.compare_digest(given, session.key):
+        if not secrets.compare_digest(given.encode(errors="surrogateescape"), session.key.encode()):
             return _api_error(401, "this is not the key of the session", "invalid_api_key")
         return session
 
@@ -234,6 +234,12 @@ class Passthrough:
 
     def _translated(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The path and the body that the API is asked with. Raises :class:`Untranslatable`."""
+        if path not in PATHS:
+            raise Untranslatable(f"/v1/{path} is not passed on: expected one of {', '.join(PATHS)}")
+        if not isinstance(body, dict):
+            raise Untranslatable("a request is an object of JSON")
+        if beyond := beyond_the_model(body):
+            raise Untranslatable(f"{beyond} is not passed on: an agent gets words of a model; allow others by --extra")
         if self._upstream.api == "anthropic" and path == "chat/completions":
             return "messages", self._upstream.request("messages", request_of(body))
         if path in COMPLETIONS and (path == "messages") != (self._upstream.api == "anthropic"):
@@ -263,7 +269,9 @@ class Passthrough:
         timeout = aiohttp.ClientTimeout(total=CALL_S, connect=CONNECT_S)
         url = self._upstream.place(path)
         try:
-            async with self._http.post(url, data=body, headers=headers, timeout=timeout) as response:
+            async with self._http.post(
+                url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
                 kind, retry_after = response.content_type, response.headers.get("Retry-After")
                 return _ApiAnswer(response.status, await response.read(), kind, retry_after)
         except (aiohttp.ClientError, OSError) as error:  # a missed deadline is an OSError

@@ -46,7 +46,7 @@ def request_of(body: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return _request_of(body)
     except MISFITS as error:
-        raise Untranslatable(f"this is no request for a chat completion: {error!r}") from error
+        raise Untranslatable(f"this is not a request for a chat completion: {error!r}") from error
 
 
 def completion_of(answer: bytes, *, stream: bool) -> bytes:
@@ -55,7 +55,7 @@ def completion_of(answer: bytes, *, stream: bool) -> bytes:
         completion = answer_of(orjson.loads(answer))
         return events_of(completion) if stream else orjson.dumps(completion)
     except MISFITS as error:
-        raise Untranslatable(f"this is no message of Anthropic's API: {error!r}") from error
+        raise Untranslatable(f"this is not a message of Anthropic's API: {error!r}") from error
 
 
 def _request_of(body: Mapping[str, Any]) -> dict[str, Any]:

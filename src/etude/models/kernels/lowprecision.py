@@ -41,7 +41,7 @@ SQUARE = 128
 MX_RUN = 32
 NV_RUN = 16
 LANES = 16
-"""Runs are cut into so many numbers: a loop of known length becomes vector code, one of unknown length does not."""
+"""Length of the inner loops: a loop of known length becomes vector code, one of unknown length does not."""
 
 Element: TypeAlias = tuple[np.int32, np.int32, np.float32]
 """(least exponent, 23 − mantissa bits, both where float32 has its exponent; largest number)."""

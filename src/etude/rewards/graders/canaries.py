@@ -188,7 +188,7 @@ class Rows:
 
 def rows_by_parameter(function: FunctionNode) -> Mapping[str, Rows]:
     """Literals of ``parametrize`` by the parameter that receives them, for parameters that the test reads once."""
-    matches: dict[str, Rows] = {}
+    by_parameter: dict[str, Rows] = {}
     loads = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     for call in function.decorator_list:
         if not isinstance(call, ast.Call) or called(call) != "parametrize" or len(call.args) != 2:
@@ -200,8 +200,8 @@ def rows_by_parameter(function: FunctionNode) -> Mapping[str, Rows]:
             cells = [row if len(names) == 1 else _cell(row, place, len(names)) for row in rows]
             whole = [cell for cell in cells if cell is not None and is_literal(cell)]
             if rows and len(whole) == len(rows) and loads.count(name) == 1:
-                matches[name] = Rows(call.args[1], tuple(whole))
-    return matches
+                by_parameter[name] = Rows(call.args[1], tuple(whole))
+    return by_parameter
 
 
 def _parameters(node: ast.expr) -> Sequence[str]:
@@ -285,7 +285,7 @@ UNRELATED = (
 )  # fmt: skip
 """Exceptions that hardly any other one is derived from."""
 BASES = frozenset({"BaseException", "Exception", "ArithmeticError", "NameError", "OSError", "RuntimeError", *UNRELATED})
-"""Those of which one of ``UNRELATED`` is a kind, so that it may well be raised where they are expected."""
+"""Base classes of the exceptions in ``UNRELATED``, which may thus be raised where a base is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ class TestSource:
         try:
             tree = ast.parse(self.text)
         except (SyntaxError, RecursionError, MemoryError) as error:
-            raise ValueError(f"hidden tests are no Python: {error}") from error
+            raise ValueError(f"hidden tests are not Python: {error}") from error
         self._lines = Lines(self.text)
         self._functions = dict(functions_in(tree.body))
         self._bases = dict(classes_in(tree.body))
@@ -338,9 +338,9 @@ class TestSource:
             return name
         owner, _, leaf = name.rpartition("::")
         for base in self._bases.get(owner, ()):
-            matches = self.definition_of(f"{base}::{leaf}") if base != owner else None
-            if matches:
-                return matches
+            definition = self.definition_of(f"{base}::{leaf}") if base != owner else None
+            if definition:
+                return definition
         return None
 
     @property
@@ -361,8 +361,8 @@ class TestSource:
     def sites(self, definition: str) -> tuple[CanarySite, ...]:
         """Sites at which the test can be made to fail; there is always one."""
         function = self._functions[definition]
-        matches = tuple(_Surgeon(self._lines, function).sites())
-        return matches or (_planted(self._lines, function),)
+        sites = tuple(_Surgeon(self._lines, function).sites())
+        return sites or (_planted(self._lines, function),)
 
     def alteration(self, definition: str, rng: random.Random) -> Alteration:
         """One change, at random, that makes the test fail; with nothing left undone, if there is such a place."""
@@ -451,7 +451,7 @@ class _Surgeon:
             yield self._fixed(SiteKind.FLIPPED, test, text)
 
     def _of_equality(self, left: ast.expr, right: ast.expr) -> Iterator[CanarySite]:
-        literal = next((matches for side in (right, left) if (matches := self._literal(side))), None)
+        literal = next((node for side in (right, left) if (node := self._literal(side))), None)
         rows = self._rows.get(last_name(right)) or self._rows.get(last_name(left))
         if literal is not None and not (is_literal(left) and is_literal(right)):
             yield self._site(SiteKind.VALUE, literal, lambda rng: changed_literal(self._lines.text(literal), rng))

@@ -58,7 +58,7 @@ def load() -> Callable[[str, str], bool]:
 
     def evaluate_constructor(code: str, local_dict: dict[str, Any], global_dict: dict[str, Any]) -> Any:
         if not EVALUATED.fullmatch(code):
-            raise ValueError(f"{code[:80]!r} is no number and no name")
+            raise ValueError(f"{code[:80]!r} is neither a number nor a name")
         return evaluate(code, local_dict, global_dict)
 
     sympy_parser.eval_expr = evaluate_constructor

@@ -119,7 +119,7 @@ class QueryGrader:
         for _ in range(ATTEMPTS):
             fresh = await self._sandboxes.create({}, self._spec_of(environment), environment.services)
             try:
-                check_ours(await _answers(fresh, [unseen_step(checks)]))
+                check_ours(await _answers(fresh, steps_before(checks)))
                 verdict = judge(checks, await _answers(fresh, steps))
             finally:
                 await fresh.close()
@@ -128,20 +128,29 @@ class QueryGrader:
         return verdict
 
 
-def unseen_step(checks: QueryChecks) -> QueryStep:
-    """The step before the migration, on a fresh database: replace its rows by unseen ones."""
-    timeout_s = 2 * MIGRATION_TIMEOUT_S
-    return _step(
-        OWNER, DATABASE, PINNED | {"search_path": "public", "statement_timeout": "0"}, [checks.unseen], timeout_s
-    )
+def steps_before(checks: QueryChecks) -> list[QueryStep]:
+    """The steps before the migration, on a fresh database: replace its rows by unseen ones, and see that the server
+    makes roles, so that who keeps it from doing so later is known.
+    """
+    settings = PINNED | {"search_path": "public", "statement_timeout": "0"}
+    role = [_role("trial"), "DROP ROLE trial"]
+    return [
+        _step(OWNER, DATABASE, settings, [checks.unseen], 2 * MIGRATION_TIMEOUT_S),
+        _step(SUPERUSER, "postgres", PINNED, role, MIGRATION_TIMEOUT_S),
+    ]
+
+
+def _role(asker: str) -> str:
+    return f"CREATE ROLE {asker} LOGIN BYPASSRLS IN ROLE pg_read_all_data, pg_write_all_data"
 
 
 def migration_steps(checks: QueryChecks, migration: str, asker: str) -> list[QueryStep]:
-    """The steps after :func:`unseen_step`: the migration, the asker's role, one step for each question."""
-    role = f"CREATE ROLE {asker} LOGIN BYPASSRLS IN ROLE pg_read_all_data, pg_write_all_data"
+    """The steps after :func:`steps_before`: the migration, the asker's role, one step for each question."""
     return [
         _step(OWNER, DATABASE, OWNER_SETTINGS, [migration], MIGRATION_TIMEOUT_S),
-        _step(SUPERUSER, "postgres", PINNED, [f"ALTER DATABASE {DATABASE} RESET ALL", role], MIGRATION_TIMEOUT_S),
+        _step(
+            SUPERUSER, "postgres", PINNED, [f"ALTER DATABASE {DATABASE} RESET ALL", _role(asker)], MIGRATION_TIMEOUT_S
+        ),
         *(
             _step(asker, DATABASE, PINNED, _question(query), QUESTION_TIMEOUT_S, vital=False)
             for query in checks.queries
@@ -150,26 +159,29 @@ def migration_steps(checks: QueryChecks, migration: str, asker: str) -> list[Que
 
 
 def check_ours(answers: Sequence[dict[str, Json]] | None) -> None:
-    """Raise :class:`~etude.errors.SandboxError` unless :func:`unseen_step` succeeded: no migration has run yet, so
+    """Raise :class:`~etude.errors.SandboxError` unless :func:`steps_before` succeeded: no migration has run yet, so
     whatever is wrong is wrong with the sandbox or the task.
     """
     if not answers:
         raise SandboxError("a grading sandbox could not ask its database: is python3 in its base system?")
     if answers[0]["state"]:
         raise SandboxError(f"the unseen rows of a task were refused: {answers[0]['state']} {answers[0]['message']}")
+    if role := next((answer for answer in answers[1:] if answer["state"]), None):
+        raise SandboxError(f"no role to ask a database by: {role['state']} {role['message']}")
 
 
 def judge(checks: QueryChecks, answers: Sequence[dict[str, Json]] | None) -> MigrationResult:
     """The result in the answers to :func:`migration_steps`; ``None`` stands for a client that died early.
 
-    Raises :class:`~etude.errors.SandboxError` where the role that asks could not be made.
+    Where the role that asks cannot be made any more, the server is as good as dead: a migration may have filled its
+    disk.
     """
     gone = not answers or any(answer["state"] in SERVER_GONE for answer in answers)
     if not answers or gone or answers[0]["state"] or answers[0]["open"]:
         return MigrationResult(False, 0, gone)
     _, role, *answered = answers
     if role["state"]:
-        raise SandboxError(f"no role to ask a migrated database: {role['state']} {role['message']}")
+        return MigrationResult(False, 0, True)
     right = sum(is_right(query, answer) for query, answer in zip(checks.queries, answered, strict=True))
     return MigrationResult(True, right, False)
 

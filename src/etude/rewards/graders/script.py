@@ -238,7 +238,7 @@ def failing_twin(checks: ScriptChecks, rng: random.Random) -> ScriptChecks:
     text = checks.files.get(path, "")
     names = TEST.findall(text)
     if not names:
-        raise ConfigError(f"canary {path!r} is no file with tests: the verifier has {list(checks.files)}")
+        raise ConfigError(f"canary {path!r} is not a file with tests: the verifier has {list(checks.files)}")
     if missing := sorted({*checks.canary_tests} - {*names}):
         raise ConfigError(f"canary_tests = {missing}: {path!r} has {names}")
     source = TestSource(text)
@@ -299,7 +299,7 @@ def read_reward(json_text: str | None, text: str | None) -> VerifierReward:
     try:
         value: Json = json.loads(written)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{REWARD_JSON} is no JSON: {error}") from error
+        raise ValueError(f"{REWARD_JSON} is not JSON: {error}") from error
     if not isinstance(value, dict):
         return VerifierReward(value=_reward("reward", value), parts={})
     if not value or len(value) > PARTS_LIMIT or max(map(len, value)) > NAME_LIMIT_CHARACTERS:

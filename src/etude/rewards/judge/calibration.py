@@ -13,7 +13,7 @@ small to tell fails by itself. The report carries the items, so that a run can j
 (Cohen, *Weighted kappa*, Psychological Bulletin 1968; intervals by the percentile bootstrap, Efron 1979: items are
 drawn again with replacement.) Legend: N items, B bootstrap draws; a function of [..., N] works on any number of draws.
 
-    one in so many judgements ──▶ an item of the calibration set is judged again ──▶ hit or miss ──▶ CUSUM ──▶ alarm
+    every N judgements ──▶ an item of the calibration set is judged again ──▶ hit or miss ──▶ CUSUM ──▶ alarm
 
 A hosted model may be exchanged behind its name. The name that it gives itself is compared, and beside that its scores:
 S ← max(0, S + log-likelihood ratio of the outcome under "agreement fell by a fifth" against "agreement as calibrated"),
@@ -151,7 +151,7 @@ class Bias:
     length: KappaEstimate
     """Rank correlation with the number of characters: above 0, longer is better liked than it should be."""
     verbosity: KappaEstimate
-    """Likewise with words per different word: above 0, saying things twice pays."""
+    """Rank correlation with words per different word: above 0, repetition pays."""
     order: KappaEstimate | None
     """Mean score of votes that saw the scale from best to worst, minus that of the others; needs two votes an item."""
     self_preference: KappaEstimate | None
@@ -240,7 +240,7 @@ def parse_calibration(text: str, source: str) -> Calibration:
         parts = {"agreement": Agreement(**agreement), "bias": Bias(**bias), "items": items}
         return Calibration(**(tree | parts))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{source} is no calibration: {error}; write it with `etude judge calibrate`") from error
+        raise ConfigError(f"{source} is not a calibration: {error}; write it with `etude judge calibrate`") from error
 
 
 def distrust(calibration: Calibration | None, pin: str, min_agreement: float) -> str:

@@ -76,8 +76,8 @@ class ChatEndpoint(Protocol):
         ...
 
     async def ask(self, call: JudgeCall) -> ChatReply:
-        """The answer. Raises :class:`~etude.errors.JudgeUnavailable` for what repeating cannot cure, and its kind
-        :class:`~etude.errors.JudgeLost` for what no patience can.
+        """The answer. Raises :class:`~etude.errors.JudgeUnavailable` when repeating the call does not help, and its
+        subclass :class:`~etude.errors.JudgeLost` when waiting does not help either.
         """
         ...
 

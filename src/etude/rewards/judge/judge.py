@@ -5,12 +5,11 @@
                                                           └────────────┘
 
 consumes      a text and a rubric                 produces   a judgement, or JudgeUnavailable
-waits for     what calls under way give back of the budget, its turn among the calls, the endpoint; all within
-              ``timeout_s`` of the judgement
-on shutdown   calls under way are cancelled and counted as if they had used all they might
+waits for     budget that running calls give back, its turn among the calls, the endpoint; all within ``timeout_s``
+on shutdown   running calls are cancelled and counted as if they had used all that was set aside for them
 
-Owns the order of these steps. Every decision is in a pure part: what is asked (prompts), what is believed (verdicts),
-what it comes to (votes), what may be spent (budget). Nothing here turns trouble into a score.
+Owns the order of these steps. Every decision is in a pure module: the prompts, the votes and their tally, the budget.
+Nothing here turns a failure into a score.
 """
 
 import asyncio
@@ -60,7 +59,7 @@ class CircuitBreaker(Protocol):
 
     @property
     def gave_up(self) -> bool:
-        """True if none could be had for so long that waiting is pointless."""
+        """True if the endpoint has failed for so long that waiting is pointless."""
         ...
 
     def ask(self, now: float) -> str:
@@ -68,11 +67,11 @@ class CircuitBreaker(Protocol):
         ...
 
     def succeeded(self) -> None:
-        """A judgement was had."""
+        """Record a success."""
         ...
 
     def failed(self, now: float, *, probe: bool = False) -> None:
-        """None could be had."""
+        """Record a failure."""
         ...
 
 
@@ -91,7 +90,7 @@ class JudgeDeps:
     pause: JudgePause | None
     """Pause of all judging after an alarm; ``None``: it is only reported."""
     record: Callable[[Spend], Spend]
-    """Told what was spent so far, after every call; says what other processes of the run have spent."""
+    """Stores what was spent so far, after every call; returns what other processes of the run have spent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +108,14 @@ class ResponseFormat:
     """Format of a judge's reply."""
 
     about: str
-    """For errors."""
+    """Its subject, for error messages."""
     schema: Json
-    """For endpoints that hold a reply to one."""
+    """JSON schema, for endpoints that enforce one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """One vote that is reply_format."""
+    """One vote to request."""
 
     rubric: Rubric
     judged: JudgeInput
@@ -147,11 +146,11 @@ class Judge:
         self._trouble = ""
 
     async def judge(self, rubric: Rubric, judged: JudgeInput, budget: JudgeBudget, *, fresh: bool = False) -> Judgement:
-        """Have one aspect judged, out of ``budget``; ``fresh``: no cached vote counts.
+        """Judge one aspect, paid from ``budget``; with ``fresh`` cached votes are ignored.
 
-        Raises :class:`~etude.errors.JudgeUnavailable` when the endpoint is down, refuses or is late, and its kind
-        :class:`~etude.errors.JudgeLost` when it has been down for too long, when the budget is spent, and after an
-        alarm that holds.
+        Raises :class:`~etude.errors.JudgeUnavailable` when the endpoint is down, refuses or is late, and its subclass
+        :class:`~etude.errors.JudgeLost` when it has been down for too long, when the budget is spent, and while judging
+        is paused after an alarm.
         """
         questions = [self._question(rubric, judged, number) for number in range(self.params.votes)]
         cached = [None if fresh else self._deps.cache.get(question.key) for question in questions]
@@ -162,12 +161,12 @@ class Judge:
     async def converse(
         self, messages: Sequence[Message], reply_format: ResponseFormat, budget: JudgeBudget, *, seed: int
     ) -> ChatReply:
-        """One call that is no vote, under the same bounds. Raises like :meth:`judge`."""
+        """Make a call that is no vote, under the same limits. Raises like :meth:`judge`."""
         with self._admitted():
             return await self._in_time(self._call(messages, reply_format, budget, seed=seed), reply_format.about)
 
     def sound(self, alarm: Alarm) -> None:
-        """Tell of an alarm, and hold from then on where the recipe wants that."""
+        """Report an alarm, and pause judging if the recipe asks for that."""
         self._deps.alarm(alarm)
         if self._deps.pause is not None:
             self._deps.pause.begin(alarm.detail)
@@ -181,7 +180,7 @@ class Judge:
         return _Question(rubric=rubric, judged=judged, number=number, key=key)
 
     async def _ask_all(self, questions: Sequence[_Question], budget: JudgeBudget) -> Sequence[Vote | ReplyFault]:
-        """All of these votes; where the budget has not enough for all, those that it had enough for are cached."""
+        """Request all of these votes; if the budget does not suffice, the votes that it did pay for are cached."""
         with self._admitted():
             votes = gather_or_cancel(self._vote(question, budget) for question in questions)
             replies = await self._in_time(votes, questions[0].rubric.aspect)
@@ -192,13 +191,13 @@ class Judge:
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
-        """Calls that the circuit lets pass; it learns how they ended, unless that is not the endpoint's fault."""
+        """Make calls if the circuit breaker permits, and report successes and the endpoint's failures to it."""
         self._check_pause()
         circuit, clock = self._deps.circuit, self._deps.clock
         state = circuit.ask(clock.now())
         if state == OPEN or (state == PROBING and self._is_probing):
             kind = JudgeLost if circuit.gave_up else JudgeUnavailable
-            raise kind(f"the judge is left alone for a while, for it was down the last times: {self._trouble}")
+            raise kind(f"the judge failed repeatedly and is not called for a while: {self._trouble}")
         probe = self._is_probing = state == PROBING
         try:
             yield
@@ -219,12 +218,12 @@ class Judge:
             async with asyncio.timeout(timeout_s):
                 return await work
         except TimeoutError:
-            slow = "it answers slowly, or judge.options.concurrency is low for so many"
+            slow = "it answers slowly, or judge.options.concurrency is too low"
             trouble = self._deps.endpoint.trouble or slow
             raise JudgeUnavailable(f"no judgement of {about!r} within {timeout_s:g} s: {trouble}") from None
 
     async def _vote(self, question: _Question, budget: JudgeBudget) -> Vote | ReplyFault | JudgeLost:
-        """One vote, asked for a second time if it cannot be read, as far as the budget allows."""
+        """Request one vote, and a second time if the reply cannot be read and the budget allows it."""
         reply: Vote | ReplyFault | None = None
         reply_format = ResponseFormat(about=question.rubric.aspect, schema=schema(question.rubric))
         for attempt in range(TRIES):
@@ -251,7 +250,7 @@ class Judge:
     async def _call(
         self, messages: Sequence[Message], reply_format: ResponseFormat, budget: JudgeBudget, *, seed: int
     ) -> ChatReply:
-        """One call, paid for; a call that was cut short is counted as if it had used all it might."""
+        """Make one call and charge it; one that was cut short is charged all that was set aside for it."""
         params = self.params
         most = _most(messages, params)
         call = JudgeCall(
@@ -280,11 +279,11 @@ class Judge:
             self.sound(
                 Alarm(kind="model", aspect="", detail=f"the endpoint says that it is {completion.identity!r} now")
             )
-        self._check_pause()  # whatever has come since an alarm may be of the model that raised it
+        self._check_pause()  # a reply that came after an alarm may be from the model that raised it
         return completion
 
     async def _set_aside(self, most: Spend, budget: JudgeBudget) -> None:
-        """Take out of the budget what a call may use, as soon as calls under way have left enough of it."""
+        """Reserve what a call may use, as soon as running calls have left enough of the budget."""
         while not budget.reserve(most):
             if shortage := budget.shortage(most):
                 kind = JudgeLost if self.budget.shortage(most) else JudgeDeclined
@@ -293,8 +292,8 @@ class Judge:
 
 
 def needed_for(rubrics: Iterable[Rubric], params: JudgeParams) -> Spend:
-    """Budget for one judgement on each aspect, of texts of full length that are English or code: one
-    call as dear as can be, which is what is set aside for the last of them, and of every other what it uses then.
+    """The budget for one judgement on each aspect, of texts of full length in English or code: the most that one call
+    can take, which is set aside for the last of them, and what each of the others is likely to have used by then.
     """
     judged = JudgeInput(task="x" * params.text_characters, work="x" * params.text_characters)
     tokens, asking = draw_tokens(judged), Asking(limit=params.text_characters)

@@ -7,7 +7,7 @@ that, and from a judge that cannot be had at all, is the recipe's ``[reward]`` t
 judge's and are worth the least that there is: nothing said where words were asked for, and what most votes say cannot
 be judged. Were it otherwise, a policy could get out of a verdict by writing gibberish.
 
-One in so many judgements, an item of the calibration set is judged afresh (:mod:`etude.rewards.judge.calibration`).
+After every N judgements an item of the calibration set is judged again (:mod:`etude.rewards.judge.calibration`).
 
 A text that speaks to its judge shows signs, each of which honest work may show: a flag for people, never a verdict.
 Prompt injection is defended against by how a text is shown (:mod:`etude.rewards.judge.prompts`) and by what of a reply

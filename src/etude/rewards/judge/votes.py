@@ -87,12 +87,12 @@ def read_object(reply: str) -> dict[str, Json] | ReplyFault:
 def _once(pairs: Sequence[tuple[str, Json]]) -> dict[str, Json]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return fields
 
 
 def _no_constant(name: str) -> Json:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ CREATE TABLE IF NOT EXISTS votes (key BLOB PRIMARY KEY, vote BLOB NOT NULL, sum 
 CREATE INDEX IF NOT EXISTS by_use ON votes (used);
 """
 SPARED = 16
-"""When the cache is full, one in so many entries makes way at once, those that were not used for longest."""
+"""When the cache is full, one entry in this many is evicted at once, least recently used first."""
 
 
 def cache_key(*parts: str) -> bytes:

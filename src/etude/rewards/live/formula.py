@@ -22,7 +22,7 @@ from etude.session_features import UserRecord
 from etude.types import ObservedSession
 
 REFITS = 8
-"""Models are fitted again when one in so many sessions is new to them."""
+"""Models are fitted again when one session in this many is new to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

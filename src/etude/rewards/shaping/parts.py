@@ -60,7 +60,7 @@ def check_behaviours(config: RewardConfig) -> None:
             )
         if term.optional and part.missing == "error":
             raise ConfigError(
-                f"{where}: {part.source!r} is missing where a harness has no word on it, which is no error: "
+                f"{where}: {part.source!r} is missing where a harness has no word on it, which is not an error: "
                 f"set missing = 'wait', 'mask' or a number"
             )
 

@@ -103,7 +103,7 @@ def plain_name(path: str) -> str:
         raise ValueError(f"{path!r} does not stay inside the sandbox: use a relative path without '..'")
     sizes = [len(part.encode("utf-8", "surrogateescape")) for part in parts]
     if sizes and (max(sizes) > PART_LIMIT_BYTES or sum(sizes) + len(sizes) > NAME_LIMIT_BYTES):
-        raise ValueError(f"{path[:60]!r}… is no path in a sandbox: it has {sum(sizes)} bytes")
+        raise ValueError(f"{path[:60]!r}… is not a path in a sandbox: it has {sum(sizes)} bytes")
     return "/".join(parts)
 
 
@@ -162,13 +162,13 @@ def _entry(member: tarfile.TarInfo, tar: bytes) -> Entry:
     if member.isdir():
         return Entry(name=name, kind=EntryKind.FOLDER, mode=mode, mtime_s=mtime_s)
     if not name:
-        raise ValueError(f"{member.name!r} in the archive is no name of a file")
+        raise ValueError(f"{member.name!r} in the archive is not a valid file name")
     if member.issym():
         if not member.linkname or "\0" in member.linkname:
             raise ValueError(f"the link {name!r} leads nowhere")
         return Entry(name=name, kind=EntryKind.LINK, target=member.linkname, mtime_s=mtime_s)
     if not member.isreg() or member.issparse():
-        raise ValueError(f"{name!r} is no file, folder or symbolic link (tar type {member.type!r}): it is not unpacked")
+        raise ValueError(f"{name!r} is not a file, folder or symbolic link (tar type {member.type!r})")
     data = tar[member.offset_data : member.offset_data + member.size]
     if len(data) != member.size:
         raise ValueError(f"the archive is cut short in {name!r}")

@@ -101,13 +101,13 @@ class _Fetched:
             manifest = json.loads((self.folder / "manifest.json").read_bytes())
             config = json.loads(self._blob(manifest["config"]).read_bytes()).get("config") or {}
             if not isinstance(config, dict):
-                raise TypeError("its settings are no object")
+                raise TypeError("its settings are not an object")
             return config
 
     def _blob(self, descriptor: Mapping[str, Any]) -> Path:
         name = str(descriptor["digest"]).partition(":")[2]
         if not name.isalnum():
-            raise ValueError(f"{name!r} is no digest")
+            raise ValueError(f"{name!r} is not a digest")
         return self.folder / name
 
 
@@ -206,7 +206,7 @@ def reference_of(reference: str) -> tuple[str, str]:
             names = set()
         kinds = [kind for kind, mark in (("oci", "oci-layout"), ("docker", "manifest.json")) if mark in names]
         if not kinds:
-            raise ConfigError(f"{path} is no image: an archive has a file oci-layout or manifest.json")
+            raise ConfigError(f"{path} is not an image: an archive has a file oci-layout or manifest.json")
         return f"{kinds[0]}-archive:{path}", digest
     return f"docker://{reference}", ""
 
@@ -387,7 +387,7 @@ class _OwnFiles:
     def _below(self, place: str) -> Path | None:
         """The image's file or folder at a place. Raises :class:`~etude.errors.ConfigError` where links lead there."""
         if any(link := first_link(tree, place) for tree in (*self._trees, self._root)):
-            raise ConfigError(f"{self._what} has a link at {link}, where {place} shall be: name the place itself")
+            raise ConfigError(f"{self._what} has a link at {link}, where {place} is expected: name the place itself")
         return _topmost(self._trees, place)
 
 

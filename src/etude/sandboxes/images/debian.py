@@ -71,10 +71,10 @@ class BaseRecipe:
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise ConfigError(f"{self.name!r} is no name of a base system: letters, digits and ._:- only")
+            raise ConfigError(f"{self.name!r} is not a valid base system name: letters, digits and ._:- only")
         wrong = [word for word in (self.suite, *self.packages) if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", word)]
         if wrong:
-            raise ConfigError(f"{wrong} are no names of Debian packages")
+            raise ConfigError(f"{wrong} are not valid Debian package names")
 
     @property
     def digest(self) -> str:

@@ -116,6 +116,15 @@ class ImageStore:
         """The place of a layer, there or not."""
         return self.folder / "layers" / digest
 
+    def _stored_layer(self, digest: str) -> Path:
+        """The place of a layer that an image names, which somebody may have passed on with tasks: it cannot lead to
+        another folder of this machine. Raises :class:`~etude.errors.DamagedError`.
+        """
+        layer = self.layer(str(digest))
+        if not DIGEST.fullmatch(layer.name) or layer.name != digest or layer.is_symlink():
+            raise DamagedError(f"an image in {self.folder} has a layer {digest!r}, which is none: build it again")
+        return layer
+
     def add(
         self,
         layers: Sequence[str],
@@ -164,8 +173,8 @@ class ImageStore:
                 "`etude tasks build`, or set ETUDE_IMAGES to the folder that has it"
             ) from None
         except orjson.JSONDecodeError as error:
-            raise DamagedError(f"image {digest} in {self.folder} is no JSON: {error}; build it again") from error
-        layers = tuple(map(self.layer, stored["layers"]))
+            raise DamagedError(f"image {digest} in {self.folder} is not JSON: {error}; build it again") from error
+        layers = tuple(map(self._stored_layer, stored["layers"]))
         missing = [layer.name for layer in layers if not layer.is_dir()]
         if missing:
             raise ConfigError(f"image {reference!r} needs layers {missing}, not in {self.folder}: build it again")
@@ -287,14 +296,20 @@ class ImageStore:
             return reference
         self._check_name(reference)
         try:
-            return (self.folder / "names" / reference).read_text(encoding="utf-8")
+            return self._digest((self.folder / "names" / reference).read_text(encoding="utf-8"), reference)
         except FileNotFoundError:
             names = sorted(file.name for file in (self.folder / "names").iterdir())
             raise ConfigError(f"no image is called {reference!r} in {self.folder}: it has {names}") from None
 
+    def _digest(self, text: str, name: str) -> str:
+        if not DIGEST.fullmatch(text):
+            raise DamagedError(f"the name {name!r} in {self.folder} is of no image: build it again")
+        return text
+
     def _check_base(self, base: str) -> None:
         """Raise for a base system that is neither here nor with the user's, which images beside tasks are over, too."""
-        if base and not any(_root_of(folder, base).is_dir() for folder in (self.folder, default_folder())):
+        roots = [_root_of(folder, base) for folder in (self.folder, default_folder())]
+        if base and not (NAME.fullmatch(base) and any(root.is_dir() and _is_own(root) for root in roots)):
             raise ConfigError(
                 f"base system {base!r} is not in {self.folder}, which has {list(self.bases)}: "
                 f"build it with `etude images build {base}`"
@@ -302,7 +317,7 @@ class ImageStore:
 
     def _check_name(self, name: str) -> None:
         if not NAME.fullmatch(name) or DIGEST.fullmatch(name):
-            raise ConfigError(f"{name!r} is no name of an image: letters, digits and ._:- only, at most 100")
+            raise ConfigError(f"{name!r} is not a valid image name: letters, digits and ._:- only, at most 100")
 
     def _write(self, path: Path, data: bytes) -> None:
         with self.incoming() as folder:
@@ -323,6 +338,11 @@ def default_folder() -> Path:
 def _root_of(folder: Path, base: str) -> Path:
     """The root directory of a base system in the folder of a store."""
     return folder / "bases" / base / "root"
+
+
+def _is_own(root: Path) -> bool:
+    """True if a base system lies where it is named: a link could show any folder of this machine."""
+    return not root.is_symlink() and not root.parent.is_symlink()
 
 
 def _close_to_others(folder: Path) -> None:

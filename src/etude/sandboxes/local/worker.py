@@ -20,7 +20,7 @@ from typing import TypedDict
 
 from etude.sandboxes import isolation
 from etude.sandboxes.command_io import CappedOutput, in_memory
-from etude.sandboxes.local.zygote import KILL, MESSAGE_LIMIT_BYTES, CommandOrder, Invocation, Zygote, preload
+from etude.sandboxes.local.zygote import KILL, MESSAGE_LIMIT_BYTES, ForkRequest, Invocation, Zygote, preload
 
 LENGTH = struct.Struct(">I")
 """Precedes every frame."""
@@ -117,7 +117,7 @@ class CommandWorker:
         """
         cpu_s = math.ceil(request["timeout_s"]) + 1  # for a command that no process is left to stop
         invocation = Invocation(request["workdir"], request["environment"], request["argv"])
-        message = json.dumps(CommandOrder(root=request["root"], cpu_s=cpu_s)).encode()
+        message = json.dumps(ForkRequest(root=request["root"], cpu_s=cpu_s)).encode()
         files = [in_memory(invocation.to_bytes()), in_memory(request["stdin"].encode())]
         descriptors = [*files, stdout.writer, stderr.writer]
         socket.send_fds(self._control, [message], descriptors)

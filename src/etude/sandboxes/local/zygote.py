@@ -7,8 +7,8 @@
 The zygote never reads what a command is given or prints: it passes descriptors on, so nothing of one task can be found
 in the memory of the next one's process. Isolation is the kernel's: another user, namespaces, ``chroot``, no
 capabilities, limits, and a filter of system calls (:mod:`etude.sandboxes.ns.seccomp`), without which a command could
-change the limits of the zygote, and so of all later commands, and leave them memory and keys in its namespaces. What
-the machine grants is reported, never assumed:
+change the limits of the zygote, and so of all later commands, and leave shared memory and keys for them. What the
+machine grants is reported, never assumed:
 
     chroot             a command sees no file outside its root
     network_off        it has no network, not even the machine's own
@@ -45,11 +45,11 @@ PRELOADED = (
 MESSAGE_LIMIT_BYTES = 4 << 10
 """Longest message between worker and zygote."""
 KILL = b"kill"
-"""Signal of the worker when time is up."""
+"""Message of the worker when a command's time is up."""
 PACKAGE_ROOT = str(Path(__file__).parents[3])
-"""Module path of étude, for the worker and no program."""
+"""Module path of étude, which is removed so that no program finds it."""
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/home/agent"}
-"""Environment of every command: nothing of the provider's."""
+"""Environment of every command, with nothing of the provider's."""
 
 
 def preload() -> None:
@@ -58,7 +58,7 @@ def preload() -> None:
         importlib.import_module(name)
 
 
-class CommandOrder(TypedDict):
+class ForkRequest(TypedDict):
     """The part of a command's request that the zygote itself reads."""
 
     root: str
@@ -74,13 +74,13 @@ class Invocation(NamedTuple):
     argv: Sequence[str]
 
     def to_bytes(self) -> bytes:
-        """Write it as texts that end at a NUL, which none holds: cheaper to read than JSON in a process just forked."""
+        """Encode it as NUL-separated texts, which a freshly forked process reads faster than JSON."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         return b"\0".join(map(os.fsencode, [self.workdir, *variables, "", *self.argv]))
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Self:
-        """Read what was written."""
+        """Decode what :meth:`to_bytes` encoded."""
         workdir, *rest = map(os.fsdecode, data.split(b"\0"))
         end = rest.index("")
         variables = (variable.partition("=") for variable in rest[:end])
@@ -116,7 +116,7 @@ class Zygote:
             if not message:
                 os._exit(0)
             if message == KILL:
-                continue  # it crossed the last answer
+                continue  # it crossed with the last answer
             try:
                 self._answer(self._run(message, descriptors))
             finally:
@@ -148,14 +148,14 @@ class Zygote:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     def _run(self, message: bytes, descriptors: list[int]) -> dict[str, int | str]:
-        order: CommandOrder = json.loads(message)
+        request: ForkRequest = json.loads(message)
         root = -1
         try:
-            root = os.open(order["root"], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._scratch)
+            root = os.open(request["root"], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._scratch)
             child = os.fork()
             if child == 0:
                 try:
-                    program.run(self._become_command(root, descriptors, order["cpu_s"]))
+                    program.run(self._become_command(root, descriptors, request["cpu_s"]))
                 finally:
                     os._exit(1)
             try:
@@ -164,7 +164,7 @@ class Zygote:
                 exit_code = isolation.end_command(child)
             return {"exit_code": exit_code, "error": ""}
         except OSError as error:
-            return {"exit_code": 0, "error": f"no process in sandbox {order['root']!r}: {error}"}
+            return {"exit_code": 0, "error": f"no process in sandbox {request['root']!r}: {error}"}
         finally:
             if root >= 0:
                 os.close(root)
@@ -173,7 +173,7 @@ class Zygote:
         self._control.send(json.dumps(value).encode())
 
     def _become_command(self, root: int, descriptors: list[int], cpu_s: int) -> Sequence[str]:
-        """Confine this process; returns what it shall run."""
+        """Confine this process, and return the command line that it will run."""
         invocation, *streams = descriptors
         os.setsid()
         isolation.die_with_parent()
@@ -190,7 +190,7 @@ class Zygote:
 
 
 def _install_filter() -> bool:
-    """Install the filter of system calls, which commands inherit; false where processor or kernel have none."""
+    """Install the filter of system calls, which commands inherit; false if it is not supported here."""
     try:
         isolation.install_filter(filter_program(os.uname().machine, shared=True))
     except (KeyError, OSError):
@@ -199,7 +199,7 @@ def _install_filter() -> bool:
 
 
 def _wait_for(child: int, control: socket.socket) -> None:
-    """Wait until a child has ended or the worker wants it ended. Reaps nothing."""
+    """Wait until a child has ended or the worker asks for its end. Reaps nothing."""
     descriptor = os.pidfd_open(child)
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)

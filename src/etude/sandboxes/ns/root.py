@@ -136,7 +136,7 @@ AGENT = 1000
 HOME = "/home/agent"
 HOSTNAME = "sandbox"
 INODE_BYTES = 4096
-"""One file or folder for each so many bytes of disk: empty ones take memory, too."""
+"""Bytes of disk for each allowed file or folder: empty ones take memory, too."""
 TERMINALS = 64
 """Pseudo-terminals that may be open; the machine has some thousand."""
 SHIELDED = ("/proc/sys",)

@@ -68,6 +68,8 @@ image, or ``su`` of the latter.
 """
 SERVICE_POWERS = ("SYS_CHROOT", "NET_BIND_SERVICE")
 """Capabilities of services beside those of who builds an image."""
+LOG_BYTES = 2000
+"""Bytes of a runtime's complaint that are shown."""
 COUNT = "set -- /proc/[0-9]*; echo $(($# - 2))"
 """Counts the processes inside, but for the first and the script's own."""
 HOLDERS = "find /proc/[0-9]*/fd -maxdepth 1 -lname 'host:*' -printf '%h\\n' 2>/dev/null; echo /proc/$$/fd"
@@ -187,13 +189,15 @@ class Container:
         return await run_program(self._namespaces.enter(("/bin/sh", "-c", f"kill -{signal} -1")), RUN_TIMEOUT_S)
 
     async def _begin(self, *arguments: str) -> None:
-        """Start a container, which keeps the outputs of its starter: a file, since a pipe would not end."""
-        log = self._folder / f"{self._name}.log"
-        line = ("sh", "-c", 'log="$1"; shift; exec "$@" >"$log" 2>&1', "sh", str(log))
-        code, _ = await run_program((*line, *self._line(*arguments, self._name)), RUN_TIMEOUT_S)
-        if code:
-            output = await asyncio.to_thread(log.read_text, encoding="utf-8", errors="replace")
-            raise SandboxError(f"no sandbox could be started: {output.strip()[:2000]}")
+        """Start a container, which keeps the outputs of its starter: not a pipe, which would not end, and no file of
+        the machine's, which root inside could fill. What it writes into memory is its own.
+        """
+        with os.fdopen(os.memfd_create("log"), "r+b") as log:
+            code, _ = await run_program(self._line(*arguments, self._name), RUN_TIMEOUT_S, log.fileno())
+            if code:
+                log.seek(0)
+                output = log.read(LOG_BYTES).decode("utf-8", "replace")
+                raise SandboxError(f"no sandbox could be started: {output.strip()}")
         self.is_awake = True
 
     async def _end(self, client: asyncio.subprocess.Process, command: Command, pid_file: Path) -> int | None:

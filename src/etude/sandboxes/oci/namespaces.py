@@ -162,16 +162,16 @@ class NamespaceHolder:
             self._join += f"echo 0 > {shlex.quote(str(entry))} && "
 
 
-async def run_program(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
+async def run_program(argv: Sequence[str], timeout_s: float, output: int = PIPE) -> tuple[int, str]:
     """Run a program, or a line of :meth:`NamespaceHolder.enter`, to its end; returns its exit code and what it
-    printed, errors included.
+    printed, errors included, unless that goes to the open file ``output``.
 
     Raises :class:`~etude.errors.SandboxError` if it takes too long; then it is killed.
     """
     nothing = os.memfd_create("stdin")  # not /dev/null: as root, runsc changes its input's owner to the user nobody
     try:
         process = await asyncio.create_subprocess_exec(
-            *argv, stdin=nothing, stdout=PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True
+            *argv, stdin=nothing, stdout=output, stderr=asyncio.subprocess.STDOUT, start_new_session=True
         )
     finally:
         os.close(nothing)
@@ -186,7 +186,7 @@ async def run_program(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     assert process.returncode is not None
-    return process.returncode, printed.decode("utf-8", "replace")
+    return process.returncode, (printed or b"").decode("utf-8", "replace")
 
 
 def _only_child(process: int) -> int:

@@ -3,10 +3,10 @@
     NEW ──▶ RUNNING ◀──▶ RESTING
                 └───────────┴────▶ GONE
 
-A machine rests when its agent has said its last word and its processors stand still; then its memory, its devices and
-its disk are written down as a :class:`Frozen`, from which any number of copies start in the middle of whatever the
-original was doing. Owns the process, its two sockets and its folder. The process dies with this one, even if this one
-is killed. Every wait has a deadline.
+A machine is resting when its agent is quiet and its processors are stopped; then its memory, devices and disk are saved
+as a :class:`Frozen`, from which any number of copies start in the middle of whatever the original was doing. Owns the
+process, its two sockets and its folder. The process dies with this one, even if this one is killed. Every wait has a
+deadline.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from etude.sandboxes.qemu.hardware import UPPER, Boot, Disks, Shape, Wires, comm
 from etude.sandboxes.qemu.link import GuestLink
 
 TIMEOUT_S = 60.0
-"""For QEMU to do what it is told."""
+"""For QEMU to execute one command."""
 LINE_LIMIT_BYTES = 1 << 20
-"""Most bytes of one message of QEMU."""
+"""Largest message of QEMU."""
 
 
 class QmpControl:
-    """QMP control of one QEMU process."""
+    """Connection to one QEMU process by QMP, its control protocol."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -50,7 +50,7 @@ class QmpControl:
 
     @classmethod
     async def open(cls, channel: socket.socket) -> Self:
-        """Greet the process at the other end. Raises :class:`~etude.errors.SandboxError` when it does not answer."""
+        """Negotiate with the process at the other end. Raises :class:`~etude.errors.SandboxError` on no answer."""
         control = cls(*await asyncio.open_connection(sock=channel, limit=LINE_LIMIT_BYTES))
         try:
             await control.ask("qmp_capabilities")
@@ -60,7 +60,7 @@ class QmpControl:
         return control
 
     async def ask(self, command: str, **arguments: object) -> object:
-        """Have something done and return what it gives. Raises :class:`~etude.errors.SandboxError`."""
+        """Execute a command and return its result. Raises :class:`~etude.errors.SandboxError`."""
         async with self._turn:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
@@ -73,7 +73,7 @@ class QmpControl:
                 raise SandboxError(f"QEMU did not do {command!r}: {error}") from error
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._writer.close()
 
     async def _result(self) -> object:
@@ -88,7 +88,7 @@ class QmpControl:
 
 
 Words: TypeAlias = npt.NDArray[np.uint64]
-"""Bits of an entry of ``pagemap``."""
+"""Entries of ``pagemap``."""
 Pages: TypeAlias = npt.NDArray[np.intp]
 """Numbers of pages."""
 
@@ -100,9 +100,9 @@ CHUNK_BYTES = 8 << 20
 
 
 def save_memory(process: int, source: Path, target: Path) -> int:
-    """Write the memory of a copy, which was mapped from ``source``, to ``target``; return the bytes it had changed.
+    """Write the memory of a copy, which was mapped from ``source``, to ``target``; return the number of changed bytes.
 
-    Raises ``OSError`` when the process is gone or not ours to read.
+    Raises ``OSError`` when the process is gone or may not be read.
     """
     copy_sparse(source, target)
     changed_bytes = 0
@@ -147,7 +147,7 @@ def _changed_pages(process: int, address: int, length: int) -> Pages:
 
 
 def _runs(pages_N: Pages) -> Iterator[tuple[int, int]]:
-    """First page and number of pages of every run of neighbours, ascending."""
+    """First page and number of pages of every contiguous run, ascending."""
     if pages_N.size:
         for run in np.split(pages_N, np.flatnonzero(np.diff(pages_N) != 1) + 1):
             yield int(run[0]), run.size
@@ -164,7 +164,7 @@ def _mappings(process: int, source: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def _data(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Start and end of all that is not a hole."""
+    """Start and end of every part that is not a hole."""
     end = 0
     while end < size:
         try:
@@ -190,7 +190,7 @@ ENTROPY_BYTES = 64
 WAKE_TIMEOUT_S = 30.0
 EXIT_TIMEOUT_S = 5.0
 WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
-"""Has a program killed when the process that started it is gone."""
+"""Prefix of a command that is killed when the process that started it is gone."""
 
 
 class MachineState(StrEnum):
@@ -210,7 +210,7 @@ MOVES: Mapping[MachineState, frozenset[MachineState]] = MappingProxyType(
         MachineState.GONE: frozenset({MachineState.GONE}),
     }
 )
-"""State of a machine → where it may go."""
+"""State of a machine → the states it may move to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class Frozen:
     folder: Path
     disks: Disks
     next_id: int
-    """Above all numbers that its agent has heard."""
+    """Greater than the ids of all requests that its agent has received."""
 
     @property
     def ram(self) -> Path:
@@ -252,14 +252,14 @@ class Machine:
         self.state = MachineState.NEW
         self._ram = ram
         self.link = GuestLink()
-        """Replaced by one that is open when the process starts."""
+        """Replaced by an open one when the process starts."""
         self._process: Process | None = None
         self._control: QmpControl | None = None
         self._tops = 0
 
     @classmethod
     async def boot(cls, program: str, shape: Shape, boot: Boot, disks: Disks, folder: Path) -> Self:
-        """Start one from nothing, whose memory is the file ``ram`` in ``folder``; it answers a while later."""
+        """Boot a machine whose memory is the file ``ram`` in ``folder``; its agent answers a while later."""
         machine = cls(shape, folder, disks, folder / "ram")
         try:
             await machine._start(program, boot, None, GuestLink())
@@ -273,7 +273,7 @@ class Machine:
     async def copy(
         cls, program: str, frozen: Frozen, folder: Path, identity: MachineIdentity, disks: Disks | None = None
     ) -> Self:
-        """Start a copy, with a disk of its own in ``folder``, and wake it; ``disks`` replace those that it had.
+        """Start a copy, with a disk of its own in ``folder``, and wake it; ``disks`` replace those of the original.
 
         Raises :class:`~etude.errors.SandboxError`.
         """
@@ -295,32 +295,32 @@ class Machine:
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Process id."""
         assert self._process is not None
         return self._process.pid
 
     async def rest(self) -> None:
-        """Bring the machine to rest, between two words of its agent."""
+        """Bring the machine to rest, between two messages of its agent."""
         await self.link.ask("rest", {}, timeout_s=WAKE_TIMEOUT_S)
         await self.link.drain()
         await self._ask("stop")
         self._move(MachineState.RESTING)
 
     async def resume(self) -> None:
-        """Let it go on."""
+        """Let a resting machine run again."""
         await self._ask("cont")
         self._move(MachineState.RUNNING)
         await self.link.ask("wake", {"is_copy": False, "now_ns": time.time_ns()}, timeout_s=WAKE_TIMEOUT_S)
 
     async def wake(self, identity: MachineIdentity) -> None:
-        """Tell the agent of a copy who and when it is."""
+        """Tell the agent of a copy its identity and the time."""
         news = {"is_copy": True, "now_ns": time.time_ns(), "name": identity.name, "allow": list(identity.allow)}
         await self.link.ask("wake", news, secrets.token_bytes(ENTROPY_BYTES), timeout_s=WAKE_TIMEOUT_S)
 
     async def freeze(self, folder: Path, *, keep: bool) -> Frozen:
-        """Write a resting machine down into the new ``folder``; with ``keep`` it can be resumed afterwards.
+        """Save a resting machine into the new ``folder``; with ``keep`` it can be resumed afterwards.
 
-        Its disk so far becomes part of what is written down; what it writes later goes into a new file.
+        Its disk so far becomes part of the saved machine; what it writes later goes into a new file.
         """
         assert self.state is MachineState.RESTING
         folder.mkdir()  # noqa: ASYNC240 - in memory, like all of a machine's files
@@ -333,12 +333,12 @@ class Machine:
                 await asyncio.to_thread(save_memory, self.pid, self._ram, frozen.ram)
             return replace(frozen, disks=await self._split_disk(folder, keep=keep))
         except OSError as error:
-            raise SandboxError(f"a virtual machine cannot be written down in {folder}: {error}") from error
+            raise SandboxError(f"a virtual machine cannot be saved in {folder}: {error}") from error
 
     async def kill(self) -> None:
-        """End it, whatever it does; calling it twice is harmless.
+        """Kill it; calling this twice is harmless.
 
-        Raises :class:`~etude.errors.SandboxError` when its process stays.
+        Raises :class:`~etude.errors.SandboxError` if its process does not end.
         """
         self._move(MachineState.GONE)
         try:
@@ -362,9 +362,9 @@ class Machine:
             raise SandboxError(f"{error}{self._last_words()}") from error
 
     async def _split_disk(self, folder: Path, *, keep: bool) -> Disks:
-        """Make what was written so far read-only and bring it to ``folder``; if need be, go on in a new file.
+        """Make the top layer of the disk read-only and move it to ``folder``; with ``keep``, continue in a new layer.
 
-        A machine that goes on finds it at its old place as well: QEMU looks there again at the next snapshot.
+        With ``keep`` the old layer stays at its old path as well: QEMU looks there again at the next snapshot.
         """
         top = self.disks.upper[-1]
         frozen_disk = folder / top.name
@@ -407,7 +407,7 @@ class Machine:
             raise SandboxError(f"{error}{self._last_words()}") from error
 
     def _last_words(self) -> str:
-        """QEMU's own words, for an error."""
+        """The end of QEMU's log, for an error message."""
         try:
             text = (self.folder / "qemu.log").read_text(encoding="utf-8", errors="replace").strip()
         except OSError:

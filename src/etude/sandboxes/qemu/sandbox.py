@@ -267,4 +267,4 @@ def _check_archive(tar: bytes) -> None:
     try:
         read_archive(tar)
     except ValueError as error:
-        raise SandboxError(f"a virtual machine exported what is no archive: {error}") from error
+        raise SandboxError(f"a virtual machine exported what is not an archive: {error}") from error

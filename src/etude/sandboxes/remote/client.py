@@ -107,7 +107,7 @@ class RemoteSandboxes:
         return (await self._control.ask(wire.HostReply, "GET", "host", timeout_s=timeout_s)).report
 
     async def announce(self, spec: SandboxSpec, count: int) -> None:
-        """Tell the server that so many sandboxes of a specification will be asked for soon."""
+        """Announce to the server how many sandboxes of a specification will be needed soon."""
         body = wire.write_message(wire.BurstRequest(spec=spec, count=count))
         await self._control.ask(wire.Done, "POST", "announce", body, attempts=ATTEMPTS)
 

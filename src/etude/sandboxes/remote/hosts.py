@@ -77,7 +77,7 @@ class SandboxHost(Protocol):
         ...
 
     async def announce(self, spec: SandboxSpec, count: int) -> None:
-        """Say that so many sandboxes will be asked for soon."""
+        """Announce how many sandboxes will be needed soon."""
         ...
 
     async def give_up(self, reason: str) -> None:

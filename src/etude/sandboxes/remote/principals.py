@@ -29,7 +29,7 @@ EACH = SandboxLimits(memory_bytes=8 << 30, disk_bytes=8 << 30, processes=4096, c
 
 
 def limits_of_many(sandboxes: int) -> SandboxLimits:
-    """The limits of so many usual sandboxes together."""
+    """The limits of some usual sandboxes together."""
     usual = SandboxLimits()
     return SandboxLimits(**{limit.name: sandboxes * getattr(usual, limit.name) for limit in fields(SandboxLimits)})
 
@@ -140,7 +140,7 @@ class SandboxRegistry:
         return own if self._most is None else max(0, min(own, self._most - len(self)))
 
     def limits(self, registered: RegisteredSandbox) -> SandboxLimits:
-        """Those that it was made with. ``KeyError`` if it is not held."""
+        """The limits that a sandbox was made with. ``KeyError`` if it is not held."""
         return self._terms[registered].limits
 
     def _check_room(self, holder: str, count: int, limits: SandboxLimits) -> None:
@@ -199,7 +199,7 @@ class SandboxRegistry:
                 del counts[terms.limits]
 
     def due(self, now: float) -> list[RegisteredSandbox]:
-        """Those whose time is over, or whose lease is while no request is under way."""
+        """The sandboxes whose time is over, or whose lease is while no request is in progress."""
         return [
             registered
             for registered, terms in self._terms.items()
@@ -263,7 +263,7 @@ class Permissions:
         if self.images is None:
             if image.layers:
                 return None
-            raise ConfigError(f"image {image.digest!r} is no snapshot, and this server has no store of images")
+            raise ConfigError(f"image {image.digest!r} is not a snapshot, and this server has no store of images")
         return self.images(image.digest)
 
     def _check(self, paths: Iterable[Path], what: str) -> None:

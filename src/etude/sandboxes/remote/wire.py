@@ -17,7 +17,7 @@
 and, where one of several hosts is chosen (:mod:`etude.sandboxes.remote.hosts`):
 
     GET    /v2/host                                    → HostReply    its room, and whether it is being drained
-    POST   /v2/announce                   BurstRequest → Done         so many will be asked for: a pool makes them ready
+    POST   /v2/announce                   BurstRequest → Done         sandboxes needed soon, which a pool makes ready
     POST   /v2/drain                                   → HostReply    an operator's: takes no new sandboxes from now on
 
 Every request has ``Authorization: Bearer KEY``. A sandbox's NAME is the client's choice, 32 hexadecimal digits, so that
@@ -76,7 +76,7 @@ class CapabilitiesReply(WireMessage):
 
     version: int
     capabilities: list[str]
-    """Those that a client does not know, it does not rely on."""
+    """Capabilities of the server; a client ignores those that it does not know."""
 
 
 class CreateRequest(WireMessage):

@@ -82,9 +82,9 @@ def audit(production: Sequence[ToolObservation], simulated: Sequence[ToolObserva
     numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
     sessions_N = np.array([numbers[owner] for owner in owners])
     labels_S = np.array([int(owner[0]) for owner in numbers])
-    matches = [features_of(observation) for observation in rows]
-    names = common_features(matches, owners)
-    matrix_ND = as_matrix(matches, names)
+    features = [features_of(observation) for observation in rows]
+    names = common_features(features, owners)
+    matrix_ND = as_matrix(features, names)
     rng = np.random.default_rng(SEED)
     rounds: list[tuple[Array, Labels]] = []
     coefficients_D = np.zeros(len(names))

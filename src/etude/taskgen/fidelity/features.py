@@ -21,7 +21,7 @@ from etude.taskgen.fidelity.sessions import ToolObservation
 MAX_FEATURES = 600
 """The most common ones, by sessions: as many as a few hundred sessions can weigh."""
 MIN_SESSIONS = 3
-"""In fewer sessions than so many, a feature says which session it was, not which machine."""
+"""Fewest sessions of a feature: in fewer, it identifies the session, not the machine."""
 MAX_LETTERS = 20_000
 """Characters of an observation that are read."""
 DEPTH = 2
@@ -100,23 +100,23 @@ def bucket(value: float) -> str:
     return f"2^{math.floor(math.log2(value))}" if value > 0 else "0"
 
 
-def common_features(matches: Sequence[frozenset[str]], sessions: Sequence[str]) -> list[str]:
+def common_features(features: Sequence[frozenset[str]], sessions: Sequence[str]) -> list[str]:
     """Names of the features that enough sessions have, the most common first; those that all or none have say nothing.
 
     Which side a session is on is not asked: to choose by that would find tells where there are none.
     """
     owners: Counter[str] = Counter()
     for session in dict.fromkeys(sessions):
-        owners.update(set().union(*(one for one, of in zip(matches, sessions, strict=True) if of == session)))
-    everywhere = frozenset.intersection(*matches) if matches else frozenset()
+        owners.update(set().union(*(one for one, of in zip(features, sessions, strict=True) if of == session)))
+    everywhere = frozenset.intersection(*features) if features else frozenset()
     shared = [name for name, count in owners.items() if count >= MIN_SESSIONS and name not in everywhere]
     return sorted(shared, key=lambda name: (-owners[name], name))[:MAX_FEATURES]
 
 
-def as_matrix(matches: Sequence[frozenset[str]], names: Sequence[str]) -> npt.NDArray[np.float64]:
+def as_matrix(features: Sequence[frozenset[str]], names: Sequence[str]) -> npt.NDArray[np.float64]:
     """[observations, features] matrix: 1 where an observation has the feature."""
     column = {name: index for index, name in enumerate(names)}
-    matrix = np.zeros((len(matches), len(names)))
-    for row, one in enumerate(matches):
+    matrix = np.zeros((len(features), len(names)))
+    for row, one in enumerate(features):
         matrix[row, [column[name] for name in one if name in column]] = 1.0
     return matrix

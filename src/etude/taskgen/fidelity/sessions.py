@@ -80,13 +80,13 @@ def _observation(text: str, place: str) -> ToolObservation:
     try:
         if len(text) > MAX_LINE_BYTES:
             raise ValueError(f"{len(text)} letters in one line")
-        matches = json.loads(text)
-        if not isinstance(matches, dict):
+        record = json.loads(text)
+        if not isinstance(record, dict):
             raise TypeError("no JSON object")
-        unknown = matches.keys() - {one.name for one in fields(ToolObservation)}
+        unknown = record.keys() - {one.name for one in fields(ToolObservation)}
         if unknown:
             raise ValueError(f"unknown {', '.join(sorted(unknown))}")
-        return _checked(matches)
+        return _checked(record)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
             f'{place}: {error}; expected an object such as {{"session": "s1", "tool": "bash", "arguments": '
@@ -94,23 +94,23 @@ def _observation(text: str, place: str) -> ToolObservation:
         ) from error
 
 
-def _checked(matches: dict[str, object]) -> ToolObservation:
-    missing = {"session", "observation"} - matches.keys()
+def _checked(record: dict[str, object]) -> ToolObservation:
+    missing = {"session", "observation"} - record.keys()
     if missing:
         raise KeyError(f"no {', '.join(sorted(missing))}")
-    arguments = matches.get("arguments") or {}
+    arguments = record.get("arguments") or {}
     if not isinstance(arguments, dict):
-        raise TypeError(f"arguments {arguments!r} are no object")
-    code, seconds = matches.get("exit_code"), matches.get("seconds")
+        raise TypeError(f"arguments {arguments!r} are not an object")
+    code, seconds = record.get("exit_code"), record.get("seconds")
     if not isinstance(code, int | None) or not isinstance(seconds, int | float | None):
-        raise TypeError(f"exit_code {code!r} or seconds {seconds!r} is no number")
-    if not isinstance(matches["observation"], str):
-        raise TypeError(f"observation {matches['observation']!r} is no text")
+        raise TypeError(f"exit_code {code!r} or seconds {seconds!r} is not a number")
+    if not isinstance(record["observation"], str):
+        raise TypeError(f"observation {record['observation']!r} is not a text")
     return ToolObservation(
-        session=str(matches["session"]),
-        tool=str(matches.get("tool") or ""),
+        session=str(record["session"]),
+        tool=str(record.get("tool") or ""),
         arguments={name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()},
-        observation=matches["observation"],
+        observation=record["observation"],
         exit_code=code,
         seconds=seconds,
     )

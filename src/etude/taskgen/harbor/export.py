@@ -136,9 +136,22 @@ def _settings(task: Task, environment: EnvironmentSpec, verifier: ScriptChecks) 
     }
 
 
+def folder_of(task: Task, out: Path) -> Path:
+    """The folder of a task below ``out``. Raises :class:`~etude.tasks.harbor.settings.TaskFolderError`."""
+    return _below(out, task.task_id)
+
+
+def _below(folder: Path, name: str) -> Path:
+    """A path that a task names: tasks are passed on, and where they are written is no affair of theirs."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
+        raise TaskFolderError(f"{name!r} does not lie below {folder}: correct the task")
+    return folder / path
+
+
 def _write_files(folder: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
-        file = folder / name
+        file = _below(folder, name)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
         if text.startswith("#!"):

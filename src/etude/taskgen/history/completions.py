@@ -60,7 +60,7 @@ class MemoryCheck:
     """Likeness of all completions."""
 
     tests: tuple[RememberedTest, ...]
-    """Those by which the guided completion gains most come first."""
+    """Tests, those first by which the guided completion gains most."""
     difference: Estimate
     """Guided less general, paired."""
 

@@ -8,6 +8,7 @@ So a suite is a few hundred kilobytes that can be passed on, while trees and tes
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from etude.fsync import write_whole
 RECORDS_FILE = "records.jsonl"
 ID_LENGTH = 16
 """Hex digits of a task's id."""
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+"""Ids and packages: who passes a suite on writes them, and files and folders are called by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,12 @@ class HistoryRecord:
     canary: str = ""
     """The suite's: a text that has it was taken from here."""
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for an id or a package that no file can be called by."""
+        for field, name in (("task_id", self.task_id), ("package", self.package)):
+            if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+                raise ValueError(f"{field} = {name!r}: expected letters, digits, '.', '_' and '-'")
+
 
 def id_of(package: str, before: str, after: str, about: Sequence[str]) -> str:
     """The id of a task: the same whenever it is made of the same change and asked by the same tests."""
@@ -78,7 +87,7 @@ def read_records(folder: Path) -> list[HistoryRecord]:
                 HistoryRecord(**{**fields, "about": tuple(fields["about"]), "others": tuple(fields["others"])})
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedError(f"{file}, line {number} is no record of a task: {error}") from error
+            raise DamagedError(f"{file}, line {number} is not a record of a task: {error}") from error
     return records
 
 

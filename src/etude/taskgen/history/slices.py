@@ -134,25 +134,25 @@ class Slicer:
 
     def _exporting(self, path: str, name: str) -> frozenset[tuple[str, str]]:
         """Other modules that import the name only after the change, as packages do for their users."""
-        matches: set[tuple[str, str]] = set()
+        exports: set[tuple[str, str]] = set()
         for where, text in self._after.items():
             after, before = statements_of(text), statements_of(self._before[where])
             if where != path and after is not None and before is not None and before.statements:
                 is_new = name in after.by_name and name not in before.by_name
                 if is_new and (path, name) in set(self._imported(where, after, name)):
-                    matches.add((where, name))
-        return frozenset(matches)
+                    exports.add((where, name))
+        return frozenset(exports)
 
     def _stars(self, path: str) -> dict[str, str]:
         """Imports of all names of a new module: path → statement."""
-        matches: dict[str, str] = {}
+        stars: dict[str, str] = {}
         for where, text in self._after.items():
             module = statements_of(text)
             for node in module.source.tree.body if module is not None and self._before[where] else ():
                 is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
                 if is_star and isinstance(node, ast.ImportFrom) and self._path_of(where, node) == path:
-                    matches[where] = ast.unparse(node)
-        return matches
+                    stars[where] = ast.unparse(node)
+        return stars
 
     def _imported(self, where: str, module: ModuleStatements, name: str) -> Iterator[tuple[str, str]]:
         """The place of the project that a name is imported from, if it is."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol, final
 
 from etude.taskgen.failures import SourceError
+from etude.taskgen.projects import PROJECT_NAME
 from etude.taskgen.scrubbing import copy_clean, read_repository
 from etude.taskgen.sources import INDEX, RECORD, download, fetch, versions_of
 
@@ -28,6 +29,8 @@ LOG_FORMAT = "--format=%H%x00%P%x00%cs%x00%s"
 """Commit, parents, day and subject of a line of git's log."""
 RELEASE = re.compile(r"[0-9]+(\.[0-9]+)*")
 """Releases that are no candidates or development versions of one."""
+TREE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]*")
+"""Names of trees: commits and versions. Who passes a suite on writes them, and they become arguments and paths here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,7 @@ class Commits:
 
     def tree(self, name: str, folder: Path) -> Path:
         """The files of a commit."""
+        check_tree_name(name)
         archive = folder.with_name(f"{folder.name}.tar")
         read_repository(self._repository, "archive", "--format=tar", f"--output={archive.absolute()}", name)
         with tarfile.open(archive) as packed:
@@ -127,6 +131,8 @@ class Releases:
     def __init__(self, reference: str, archives: Path | None = None) -> None:
         self.reference = reference
         self._name = reference.removeprefix(INDEX)
+        if not PROJECT_NAME.fullmatch(self._name):
+            raise SourceError(f"{reference!r} names no project of an index: write {INDEX}NAME")
         self._fetched = Path(tempfile.mkdtemp(prefix="etude-releases-"))
         weakref.finalize(self, shutil.rmtree, self._fetched, ignore_errors=True)
         self._archives = (archives or self._fetched / "archives") / self._name
@@ -142,13 +148,13 @@ class Releases:
     def gather(self, names: Iterable[str]) -> None:
         """Fetch the source distributions of some releases at once; one that cannot be had is missed by its tree."""
         with self._fetching, suppress(SourceError):
-            missing = [name for name in dict.fromkeys(names) if not (self._archives / name).exists()]
+            missing = [name for name in dict.fromkeys(names) if not (self._archives / check_tree_name(name)).exists()]
             if missing:
                 download(self._name, missing, self._archives)
 
     def tree(self, name: str, folder: Path) -> Path:
         """The source distribution of a release, which is unpacked once: it is after one change and before the next."""
-        place = self._fetched / name
+        place = self._fetched / check_tree_name(name)
         if not place.exists():
             incoming = Path(tempfile.mkdtemp(dir=self._fetched)) / "release"
             copy_clean(fetched := fetch(str(self._archive(name)), incoming), incoming.with_name("tree"), {})
@@ -164,6 +170,13 @@ class Releases:
         with self._fetching:
             archive = next((self._archives / version).glob("*"), None)
             return archive or download(self._name, [version], self._archives)[version]
+
+
+def check_tree_name(name: object) -> str:
+    """The name, if it can be one of a commit or a release. Raises :class:`~etude.taskgen.failures.SourceError`."""
+    if not isinstance(name, str) or not TREE.fullmatch(name):
+        raise SourceError(f"{name!r} is no commit and no release: correct it in the suite, or leave its task out")
+    return name
 
 
 def _index(reference: str, names: Sequence[str], since: str) -> int | None:

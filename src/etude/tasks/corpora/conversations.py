@@ -255,7 +255,7 @@ def _tool(value: Json, where: str) -> Tool:
 
 def _object(value: Json, where: str, by_name: frozenset[str]) -> dict[str, Json]:
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is no object")
+        raise ValueError(f"{where} is not an object")
     if unknown := sorted(value.keys() - by_name):
         raise ValueError(f"{where} has {unknown[0]!r}; known are {', '.join(sorted(by_name))}")
     return value
@@ -265,11 +265,11 @@ def _list(value: Json, where: str) -> list[Json]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise ValueError(f"{where} is no list")
+        raise ValueError(f"{where} is not a list")
     return value
 
 
 def _text(value: Json, where: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where} is no text")
+        raise ValueError(f"{where} is not a text")
     return value

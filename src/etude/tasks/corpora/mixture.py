@@ -43,7 +43,7 @@ class Side:
     split: Split = Split.TRAIN
     seed: int
     one_in: int
-    """One in so many files or conversations is held out."""
+    """Holdout ratio: one file or conversation in this many is held out."""
 
     def has(self, content: bytes) -> bool:
         """Return true if something is on this side by its hash: the same in every run, whatever its seed."""
@@ -152,8 +152,8 @@ class BatchStream:
 
 def heldout_documents(source: Source, count: int) -> Sequence[Document]:
     """The first ``count`` different documents of the held-out side of a source, or as many as it has."""
-    matches = count if source.size is None else min(count, source.size)
-    return [source.document(index) for index in range(matches)]
+    available = count if source.size is None else min(count, source.size)
+    return [source.document(index) for index in range(available)]
 
 
 def shuffled(stem: str, index: int, size: int) -> int:

@@ -174,7 +174,7 @@ def _question(row: DatasetRow, options: DatasetOptions) -> DatasetQuestion:
     elif options.match == "choice":
         answer = answer.strip(" ().").upper()
         if answer not in LETTERS:
-            raise ValueError(f"column {of!r} is no letter of a choice: {answer!r:.60}")
+            raise ValueError(f"column {of!r} is not a letter of a choice: {answer!r:.60}")
     if not answer.strip():
         raise ValueError(f"column {of!r} has no answer: {answer!r}")
     return DatasetQuestion(place=row.place, history=tuple(history), prompt=prompt, answer=answer.strip())
@@ -193,11 +193,11 @@ def _last_reply(messages: list[PromptMessage], column: str) -> str:
 def _messages(row: DatasetRow, column: str) -> Iterator[PromptMessage]:
     listed = _value(row, column)
     if not isinstance(listed, list) or not listed:
-        raise ValueError(f"column {column!r} is no list of messages: {listed!r:.60}")
+        raise ValueError(f"column {column!r} is not a list of messages: {listed!r:.60}")
     for number, item in enumerate(listed, start=1):
         where = f"column {column!r}, message {number}"
         if not isinstance(item, dict):
-            raise ValueError(f"{where} is no object: {item!r:.60}")
+            raise ValueError(f"{where} is not an object: {item!r:.60}")
         role, content = ROLES.get(str(item.get("role"))), item.get("content")
         if role is None:
             raise ValueError(f"{where} has no role out of {', '.join(ROLES)}: {item.get('role')!r:.60}")
@@ -210,7 +210,7 @@ def _text(row: DatasetRow, column: str) -> str:
     """The text of a column; a number as it is written."""
     value = _value(row, column)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"column {column!r} is no text or number: {value!r:.60}")
+        raise ValueError(f"column {column!r} is not a text or number: {value!r:.60}")
     text = str(value)
     if not text.strip():
         raise ValueError(f"column {column!r} is empty")
@@ -226,9 +226,9 @@ def _value(row: DatasetRow, column: str) -> Json:
 def _choices(row: DatasetRow, column: str) -> list[str]:
     listed = _value(row, column)
     if not isinstance(listed, list) or not 2 <= len(listed) <= len(LETTERS):
-        raise ValueError(f"column {column!r} is no list of 2 to {len(LETTERS)} answers: {listed!r:.60}")
+        raise ValueError(f"column {column!r} is not a list of 2 to {len(LETTERS)} answers: {listed!r:.60}")
     if not all(isinstance(text, str) for text in listed):
-        raise ValueError(f"column {column!r} has an answer that is no text: {listed!r:.60}")
+        raise ValueError(f"column {column!r} has an answer that is not a text: {listed!r:.60}")
     return [str(text) for text in listed]
 
 

@@ -94,7 +94,7 @@ def _json_rows(file: Path) -> Iterator[DatasetRow]:
             if isinstance(value, dict):
                 yield DatasetRow(place=place, fields=value)
             else:
-                yield DatasetRow(place=place, fields={}, fault="it is no object of columns")
+                yield DatasetRow(place=place, fields={}, fault="it is not an object of columns")
 
 
 def _table_rows(file: Path, key: str, columns: Sequence[str]) -> Iterator[DatasetRow]:

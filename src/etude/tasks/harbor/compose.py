@@ -203,7 +203,7 @@ class ComposeSettings(Section):
     def _are_names(cls, services: dict[str, ServiceSettings]) -> dict[str, ServiceSettings]:
         for name in services:
             if not NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a service: letters, digits and ._- only")
+                raise ValueError(f"{name!r} is not a valid service name: letters, digits and ._- only")
         return services
 
 
@@ -257,7 +257,7 @@ def parse_compose(text: str, *, source: str) -> ComposeServices:
         tree = _filled(frozen_lists(_read_yaml(text)), source, "")
         settings = ComposeSettings.model_validate(tree)
     except (yaml.YAMLError, RecursionError) as error:
-        raise TaskFolderError(f"{source} is no YAML: {error}") from error
+        raise TaskFolderError(f"{source} is not YAML: {error}") from error
     except ValidationError as error:
         faults = [
             explain(fault, REFUSED.get(str(next(reversed(fault["loc"]), "")), UNKNOWN_KEY)) for fault in error.errors()
@@ -348,11 +348,16 @@ def _order_of(name: str, service: ServiceSettings, source: str, names: Sequence[
     """The order for a service with an image of its own."""
     folder = Path(source).parent
     volumes = _volumes(name, service, source)
+    build = service.build
+    own = [build.context, f"{build.context}/{build.dockerfile}"] if build else []
+    for path in (*own, *(first for first, _ in volumes if first.startswith("."))):
+        if not (folder / path).resolve().is_relative_to(folder.resolve()):
+            raise TaskFolderError(f"{source}: services.{name}: {path} leads out of {folder}: copy what it points to")
     tmpfs = (service.tmpfs,) if isinstance(service.tmpfs, str) else service.tmpfs
     return ServiceOrder(
         name=name,
-        source=str(folder / service.build.context) if service.build else service.image,
-        dockerfile=service.build.dockerfile if service.build else "Dockerfile",
+        source=str(folder / build.context) if build else f"docker://{service.image}",  # never a file of this machine
+        dockerfile=build.dockerfile if build else "Dockerfile",
         entrypoint=_words(service.entrypoint) if service.entrypoint is not None else None,
         command=_words(service.command) or None,
         environment=service.variables,
@@ -375,7 +380,7 @@ def _words(command: str | tuple[str, ...]) -> tuple[str, ...]:
 def seconds(text: str) -> float:
     """A duration such as ``1m30s``, in seconds. Raises ``ValueError``."""
     if not DURATION.fullmatch(text):
-        raise ValueError(f"{text!r} is no duration: write 5s, 500ms or 1m30s")
+        raise ValueError(f"{text!r} is not a duration: write 5s, 500ms or 1m30s")
     return sum(float(number) * UNITS[unit] for number, unit in PART.findall(text))
 
 
@@ -388,7 +393,7 @@ def _order(settings: ComposeSettings, source: str) -> list[str]:
     except CycleError as error:
         raise TaskFolderError(f"{source}: depends_on goes in a circle: {error.args[1]}") from error
     if strangers:
-        raise TaskFolderError(f"{source}: depends_on names {strangers}, which are no services here")
+        raise TaskFolderError(f"{source}: depends_on names {strangers}, which are not services here")
     return order
 
 

@@ -64,16 +64,16 @@ class HarborTasks:
         Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` when no task is left.
         """
         reading = read_tasks(folder, offline=offline)
-        matches, unbuilt = _find_images(reading.tasks, images)
+        built, unbuilt = _find_images(reading.tasks, images)
         self.refused: Mapping[str, str] = {**reading.refused, **unbuilt}
         """Name of each task that was set aside → why."""
-        ready = [task for task in reading.tasks if task.name in matches]
+        ready = [task for task in reading.tasks if task.name in built]
         if not ready:
             reasons = "\n  ".join(f"{name}: {reason}" for name, reason in self.refused.items())
             raise TaskFolderError(f"{folder}: none of its tasks can be used\n  {reasons}")
         self._tasks = {split: _on_side(ready, split, heldout_every) for split in Split}
         self._tasks[Split.HELDOUT] = in_turns(self._tasks[Split.HELDOUT], lambda task: task.template)
-        self._images = matches
+        self._images = built
 
     def sources(self, split: Split) -> Sequence[HarborTask]:
         """The task folders on one side of the hold-out."""
@@ -122,7 +122,7 @@ def _on_side(tasks: Sequence[HarborTask], split: Split, one_in: int) -> list[Har
 
 def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple[dict[str, Image], dict[str, str]]:
     """The image of each task that has one or needs none, and why the others have none."""
-    matches: dict[str, Image] = {}
+    built: dict[str, Image] = {}
     missing: dict[str, str] = {}
     for task in tasks:
         try:
@@ -138,8 +138,8 @@ def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple
                 "`etude tasks check` builds it, or set ETUDE_IMAGES to the folder that has it"
             )
         else:
-            matches[task.name] = image
-    return matches, missing
+            built[task.name] = image
+    return built, missing
 
 
 def _needs_none(task: HarborTask) -> Image | None:

@@ -62,7 +62,7 @@ FILES: Mapping[str, str] = MappingProxyType(
 """Files that are read, by étude or podman, and how far."""
 UNSUPPORTED_FILES = (
     ("trajectory.json", "agents begin with the instruction alone"),
-    ("environment/singularity-compose.yaml", "a world is one sandbox: write a Dockerfile"),
+    ("environment/singularity-compose.yaml", "a task has one sandbox: write a Dockerfile"),
     ("tests/Dockerfile", "the verifier has a fresh copy of the task's own image: install its programs there"),
     ("tests/test.bat", "sandboxes are Linux: write tests/test.sh"),
     ("solution/solve.bat", "sandboxes are Linux: write solution/solve.sh"),
@@ -98,7 +98,7 @@ class Origin(Section):
     the verifier can be believed (:mod:`etude.rewards.graders.script`).
     """
     canary_tests: tuple[str, ...] = Field(default=(), strict=False)
-    """Those of its tests that fail without the work, where there are others; only these are made to fail."""
+    """Tests that fail without the work, if there are others; only these are made to fail."""
     rewards: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=(0.0, 1.0), strict=False, min_length=2)
     """All that a verifier with a canary pays; any other reward is none."""
     allow: tuple[str, ...] | None = None
@@ -208,7 +208,7 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
     Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for the first thing that is broken or missing.
     """
     if not folder.is_dir():
-        raise TaskFolderError(f"{folder} is no folder: name one that has a {SETTINGS}")
+        raise TaskFolderError(f"{folder} is not a folder: name one that has a {SETTINGS}")
     source = str(folder / SETTINGS)
     settings = parse_settings(_text(folder, SETTINGS), source=source, offline=offline)
     for path, fix in UNSUPPORTED_FILES:
@@ -217,7 +217,7 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
     origin = _origin(settings, source)
     instruction = without_canary(_text(folder, INSTRUCTION)).strip("\n")
     if not instruction.strip():
-        raise TaskFolderError(f"{folder / INSTRUCTION} is empty: say what the agent shall do")
+        raise TaskFolderError(f"{folder / INSTRUCTION} is empty: say what the agent should do")
     task = HarborTask(
         name=_name(settings, folder, source),
         folder=folder,
@@ -248,10 +248,10 @@ def task_folders(folder: Path) -> list[Path]:
     """
     if (folder / SETTINGS).is_file():
         return [folder]
-    matches = sorted(file.parent for file in folder.glob(f"*/{SETTINGS}")) if folder.is_dir() else []
-    if not matches:
+    task_folders = sorted(file.parent for file in folder.glob(f"*/{SETTINGS}")) if folder.is_dir() else []
+    if not task_folders:
         raise TaskFolderError(f"{folder} has no task: expected folders with a {SETTINGS} in each")
-    return matches
+    return task_folders
 
 
 def digest_files(folder: Path) -> str:
@@ -281,7 +281,7 @@ def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
         if LEFT_OUT.search(path):
             continue
         if file.is_symlink() and not file.resolve().is_relative_to(root):
-            raise TaskFolderError(f"{file} leads out of {folder}: copy what it points to")
+            raise TaskFolderError(f"{file} points outside of {folder}: copy its target instead")
         if file.is_file():
             yield path, file
 

@@ -41,7 +41,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "environment.tpu": "sandboxes have no TPU",
         "environment.mcp_servers": "agents of étude have the tools of their harness only",
         "environment.skills_dir": "agents of étude have the tools of their harness only",
-        "verifier.collect": "nothing runs in the agent's world once it is done: declare files in artifacts",
+        "verifier.collect": "nothing runs in the agent's sandbox once it is done: declare files in artifacts",
         "verifier.environment": "the verifier has a fresh copy of the task's own image: install its programs there",
         "verifier.network_mode": "the verifier may reach what the environment may reach",
         "verifier.allowed_hosts": "the verifier may reach what the environment may reach",
@@ -86,7 +86,7 @@ class ArtifactSettings(Section):
     """``[[artifacts]]``: something the agent leaves for the verifier."""
 
     source: str
-    """Path in the agent's world."""
+    """Path in the agent's sandbox."""
     destination: str | None = None
     """Folder in which Harbor keeps a copy on the machine; the verifier sees ``source``, so this decides nothing
     here.
@@ -94,7 +94,7 @@ class ArtifactSettings(Section):
     exclude: tuple[str, ...] = Field(default=(), max_length=0)
     """Not held to: declare what is wanted instead."""
     service: Literal["main"] | None = None
-    """There is one service: the agent's world."""
+    """There is one service: the agent's sandbox."""
 
 
 class VerifierSettings(Section):
@@ -150,7 +150,7 @@ class HealthcheckSettings(Section):
 
 
 class EnvironmentSettings(Section):
-    """``[environment]``: the agent's world."""
+    """``[environment]``: the agent's sandbox."""
 
     build_timeout_sec: float = Field(default=600.0, gt=0)
     docker_image: str | None = None
@@ -190,7 +190,7 @@ class EnvironmentSettings(Section):
     def _plain_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
         wrong = [host for host in hosts if not HOST.fullmatch(host)]
         if wrong:
-            raise ValueError(f"{wrong} are no plain host names: write each host out, without wildcards or ranges")
+            raise ValueError(f"{wrong} are not plain host names: write each host out, without wildcards or ranges")
         return hosts
 
     @model_validator(mode="after")
@@ -261,7 +261,7 @@ def parse_settings(text: str, *, source: str, offline: bool = False) -> TaskSett
     try:
         tree = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise TaskFolderError(f"{source} is no TOML: {error}") from error
+        raise TaskFolderError(f"{source} is not TOML: {error}") from error
     faults = [f"{key} = {value!r}: {REFUSED[key]}" for key, value in _take_refused(tree) if value]
     settings = None
     try:

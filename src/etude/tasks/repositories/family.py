@@ -140,10 +140,10 @@ class RepairDemonstrations:
                 kept_out = {name.rpartition(":")[2] for name in heldout if name.startswith(prefix + ":")}
                 sources.setdefault(path, (SourceText(path, text), kept_out))
         shown = _repairs if self._split is Split.TRAIN else _heldout_repairs
-        matches = [repair for source, kept_out in sources.values() for repair in shown(source, kept_out)]
-        if not matches:
+        repairs = [repair for source, kept_out in sources.values() for repair in shown(source, kept_out)]
+        if not repairs:
             raise ConfigError(f"{family.folder} has no {self._split} function with a line that could be got wrong")
-        return matches
+        return repairs
 
 
 def ask(function: str, path: str, line: int) -> str:
@@ -165,7 +165,7 @@ def _brief(family: RepositoryTasks, images: ImageStore, split: Split) -> Iterato
 
 
 def _repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
-    """Those of functions that may be learnt from: not held out, and no view of them shows one that is."""
+    """Repairs in functions that may be learnt from: not held out, and no view of them shows one that is."""
     functions = list(source.functions())
     hidden = [
         line for other in functions if other.top in heldout for line in range(other.line, last_line(other.node) + 1)
@@ -176,7 +176,7 @@ def _repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
 
 
 def _heldout_repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
-    """Those of functions that are held out."""
+    """Repairs in functions that are held out."""
     for function in source.functions():
         if function.top in heldout:
             yield from _repairs_of(source, function)
@@ -202,13 +202,13 @@ def _view(function: Function) -> range:
 
 def _mistakes(source: SourceText, function: Function) -> Mapping[int, list[str]]:
     """Line of the function → how bugs of one line would have it."""
-    matches: dict[int, list[str]] = {}
+    mistakes: dict[int, list[str]] = {}
     for mutant, _ in zip(mutants(source, function), range(PLACES_PER_FUNCTION), strict=False):
         wrong = apply(source.text, [mutant.edit])
         line = _only_difference(wrong, source.text)
         if line:
-            matches.setdefault(line, []).append(wrong.split("\n")[line - 1])
-    return matches
+            mistakes.setdefault(line, []).append(wrong.split("\n")[line - 1])
+    return mistakes
 
 
 def _only_difference(one: str, other: str) -> int | None:

@@ -68,15 +68,15 @@ class PackageFolder:
 
     def verdicts(self) -> list[CandidateVerdict]:
         """The recorded outcomes of candidates, in order; a line that was cut short by a crash is left out."""
-        matches: list[CandidateVerdict] = []
+        verdicts: list[CandidateVerdict] = []
         lines = self.log.read_bytes().split(b"\n") if self.log.exists() else []
         for line in lines:
             try:
                 fields = json.loads(line)
-                matches.append(CandidateVerdict(**{**fields, "tests": tuple(fields["tests"])}))
+                verdicts.append(CandidateVerdict(**{**fields, "tests": tuple(fields["tests"])}))
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
-        return matches
+        return verdicts
 
     def record(self, verdict: CandidateVerdict) -> None:
         """Append what became of a candidate; it is on disk when this returns."""
@@ -116,7 +116,7 @@ class RepositoryTasks:
         files = sorted(folder.glob("*/tasks/*.json"))
         if not files:
             raise ConfigError(f"{folder} has no tasks: make some with `etude tasks build REPO --out {folder}`")
-        self._tasks = [decode_task(file.read_bytes()) for file in files]
+        self._tasks = [_read_task(file) for file in files]
 
     @property
     def images(self) -> Path:
@@ -137,9 +137,9 @@ class RepositoryTasks:
 
     def answer(self, task: Task) -> Mapping[str, str]:
         """The files that solve a task: path → text. Raises :class:`~etude.errors.DamagedError` when they are gone."""
-        matches = sorted(self.folder.glob(f"*/answers/{task.task_id}.json"))
+        answers = sorted(self.folder.glob(f"*/answers/{task.task_id}.json"))
         try:
-            answer: dict[str, str] = json.loads(matches[0].read_bytes())
+            answer: dict[str, str] = json.loads(answers[0].read_bytes())
         except (IndexError, ValueError, RecursionError) as error:
             raise DamagedError(f"the answer of task {task.task_id} in {self.folder} cannot be read: {error}") from error
         return answer
@@ -155,6 +155,20 @@ class RepositoryTasks:
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split."""
         return self._order[split][index]
+
+
+def _read_task(file: Path) -> Task:
+    """A task, which may be somebody else's work: no build grants one a place of the network.
+
+    Raises :class:`~etude.errors.ConfigError` for one that asks for any, :class:`~etude.errors.DamagedError` for none.
+    """
+    task = decode_task(file.read_bytes())
+    if task.environment is not None and task.environment.allow:
+        raise ConfigError(
+            f"{file}: environment.allow = {list(task.environment.allow)}: tasks of repositories have no network; take "
+            f"it out, or write a task in Harbor's format"
+        )
+    return task
 
 
 def split_of(template: str) -> Split:

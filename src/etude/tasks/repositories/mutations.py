@@ -410,9 +410,9 @@ def _closing(between: str) -> tuple[int, int] | None:
 
 def _between(source: SourceText, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Edit]:
     start, end = source.span(left)[1], source.span(right)[0]
-    matches = _closing(source.text[start:end])
-    if matches is not None and source.text[start + matches[0] : start + matches[1]] == old:
-        yield Edit(start=start + matches[0], end=start + matches[1], text=new)
+    span = _closing(source.text[start:end])
+    if span is not None and source.text[start + span[0] : start + span[1]] == old:
+        yield Edit(start=start + span[0], end=start + span[1], text=new)
 
 
 def _swapped(source: SourceText, first: ast.expr | ast.stmt, second: ast.expr | ast.stmt) -> Edit:

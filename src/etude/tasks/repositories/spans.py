@@ -36,7 +36,7 @@ class Edit:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.end:
-            raise ValueError(f"an edit from {self.start} to {self.end} is no stretch of a text")
+            raise ValueError(f"an edit from {self.start} to {self.end} is not a stretch of a text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

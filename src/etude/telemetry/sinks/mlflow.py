@@ -45,10 +45,10 @@ class MlflowTracker:
         """The id of the run, which is made where it is missing."""
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        matches = self._client.search_runs([experiment_id], f"tags.`{ID}` = '{context.id}'", max_results=1)
-        if matches:
-            self._client.update_run(matches[0].info.run_id, status="RUNNING")
-            return str(matches[0].info.run_id)
+        runs = self._client.search_runs([experiment_id], f"tags.`{ID}` = '{context.id}'", max_results=1)
+        if runs:
+            self._client.update_run(runs[0].info.run_id, status="RUNNING")
+            return str(runs[0].info.run_id)
         run = self._client.create_run(experiment_id, run_name=context.run, tags={ID: context.id})
         params = [Param(_name(key), str(value)[:VALUE_CHARACTERS]) for key, value in flat(context.config).items()]
         for start in range(0, len(params), PARAMS_AT_A_TIME):

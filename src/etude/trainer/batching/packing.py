@@ -125,5 +125,5 @@ def _fewest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> li
 
 
 def _fits(filled: int, length: int, max_tokens: int) -> bool:
-    """True if a sequence may join so many tokens; an empty bin takes one of any length."""
+    """True if a sequence may join a bin with that many tokens; an empty bin takes one of any length."""
     return filled == 0 or filled + length <= max_tokens

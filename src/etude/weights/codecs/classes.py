@@ -70,7 +70,7 @@ COUNT_BITS = 27
 SHIFT_BITS = 5
 
 TOP_SHARE = 0.02
-"""The top exponent is the largest that so many elements reach: a few outliers need no class of their own."""
+"""Elements that must reach the top exponent, so that a few outliers need no class of their own."""
 SAMPLE = 1 << 14
 """Numbers looked at to find it."""
 
@@ -171,7 +171,7 @@ def decode_classes(body: memoryview, base: Segments, element: Element, changed: 
     words = np.frombuffer(bytes(body[1:]), "<u4")
     events = Events(np.zeros(CLASS_COUNT, np.int64), np.zeros(CLASS_COUNT, np.int64), *_room(changed))
     if not decode_events(words, fresh_models(MODELS), events, element.mantissa_bits + element.exponent_bits, total):
-        raise DamagedError(f"the words of a classes body of {len(body)} bytes are no events; fetch it again")
+        raise DamagedError(f"the words of a classes body of {len(body)} bytes are not events; fetch it again")
     placed = PlacedChanges(*_room(changed), np.zeros(1, np.int64))
     located = locate(events, base, grid_of(element, body[0]), placed)
     if located != changed:

@@ -66,7 +66,7 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     elif (folder / WEIGHTS_FILE).exists():
         tensors = dict(read_tensor_file(folder / WEIGHTS_FILE).tensors)
     else:
-        raise UserError(f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}: it is no safetensors checkpoint")
+        raise UserError(f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}: it is not a safetensors checkpoint")
     return {name: tensors[name] for name in sorted(tensors)}
 
 
@@ -81,7 +81,7 @@ def read_index(folder: Path) -> Index | None:
     except OSError as error:
         raise InfrastructureError(f"{path} cannot be read: {error}") from error
     if len(data) > MAX_HEADER_BYTES:
-        raise DamagedError(f"{path} is longer than {MAX_HEADER_BYTES} bytes: it is no index")
+        raise DamagedError(f"{path} is longer than {MAX_HEADER_BYTES} bytes: it is not an index")
     index = parse_json(data, str(path))
     metadata = index.get("metadata", {}) if isinstance(index, dict) else None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -109,7 +109,7 @@ def read_indexed(folder: Path, index: Index) -> Iterable["TensorFile"]:
 def _plain(file: Json, origin: Path) -> str:
     """A file name that cannot lead out of the folder."""
     if not isinstance(file, str) or not file.endswith(".safetensors") or set(file) & {"/", "\\", "\0"}:
-        raise DamagedError(f"{origin} names {file!r:.200}, which is no plain .safetensors file name")
+        raise DamagedError(f"{origin} names {file!r:.200}, which is not a plain .safetensors file name")
     return file
 
 
@@ -228,7 +228,7 @@ def _header(content: Bytes1d, origin: str) -> tuple[dict[str, Json], int]:
     """The JSON header and where the tensors' bytes start."""
     length = int.from_bytes(content[:8].tobytes(), "little")
     if len(content) < 8 or length > min(MAX_HEADER_BYTES, len(content) - 8):
-        raise DamagedError(f"{origin} is no safetensors file: {len(content)} bytes cannot hold its header")
+        raise DamagedError(f"{origin} is not a safetensors file: {len(content)} bytes cannot hold its header")
     header = parse_json(content[8 : 8 + length].tobytes(), origin)
     if not isinstance(header, dict):
         raise DamagedError(f"{origin}: the header is {type(header).__name__}, expected an object")

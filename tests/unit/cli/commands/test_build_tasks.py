@@ -268,7 +268,7 @@ def test_a_project_s_name_does_not_choose_where_a_build_writes(tmp_path: Path) -
     repo = package(tmp_path / "repo")
     (repo / "pyproject.toml").write_text('[project]\nname = "../outside"\nversion = "1.0"\n')
     options = BuildOptions(reference=str(repo), out=tmp_path / "out")
-    with pytest.raises(SourceError, match=r"'\.\./outside' is no name of a project"):
+    with pytest.raises(SourceError, match=r"'\.\./outside' is not a valid project name"):
         asyncio.run(build(options, NoSandboxes(), say=lambda line: None))
     assert not (tmp_path / "outside-1.0").exists()
 

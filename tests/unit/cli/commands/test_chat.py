@@ -57,12 +57,12 @@ def test_a_failed_reply_is_told_and_the_conversation_goes_on(url: str) -> None:
 def test_commands_are_obeyed(url: str) -> None:
     out = io.StringIO()
     chat = Chat(url, SECRET, out=out)
-    assert chat.obey("/system be brief")
-    assert chat.obey("go")
-    assert chat.obey("/new")
-    assert chat.obey("/what")
+    assert chat.handle("/system be brief")
+    assert chat.handle("go")
+    assert chat.handle("/new")
+    assert chat.handle("/what")
     assert "/quit" in out.getvalue()
-    assert not chat.obey("/quit")
+    assert not chat.handle("/quit")
 
 
 def test_instructions_outlive_what_was_said() -> None:

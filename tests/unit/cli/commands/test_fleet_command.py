@@ -118,9 +118,9 @@ def write_fleet(place: Path, text: str) -> FleetConfig:
 def test_who_may_not_be_drained_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder.create(tmp_path / "run", RunConfig())
     assert main(["fleet", "drain", "train", "--run", str(folder.path)]) == 2
-    assert "a run without its trainer stands still" in capsys.readouterr().err
+    assert "a run makes no progress without its trainer" in capsys.readouterr().err
     assert main(["fleet", "drain", "Engine 3", "--run", str(folder.path)]) == 2
-    assert "'Engine 3' is no name of a process" in capsys.readouterr().err
+    assert "'Engine 3' is not a valid process name" in capsys.readouterr().err
 
 
 def test_a_run_remembers_its_fleet(tmp_path: Path) -> None:

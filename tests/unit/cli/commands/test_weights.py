@@ -147,7 +147,7 @@ def test_what_is_no_store_is_refused_and_not_made(
     missing = tmp_path / "nope"
     out = [str(tmp_path / "out")] * (action == "pull")
     assert main(["weights", action, str(missing), *out]) == 2
-    assert f"{str(missing)!r} is no run folder and no weight store" in capsys.readouterr().err
+    assert f"{str(missing)!r} is neither a run folder nor a weight store" in capsys.readouterr().err
     assert main(["weights", action, missing.as_uri(), *out]) == 2
     assert list(tmp_path.iterdir()) == []
 

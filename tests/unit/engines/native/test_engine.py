@@ -404,6 +404,18 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
     run(scene)
 
 
+def test_steps_are_counted_however_many_sequences_each_of_them_has() -> None:
+    async def scene(engine: NativeEngine) -> None:
+        params = SamplingParams(max_tokens=20)
+        await asyncio.gather(*(engine.generate([1, 2], params, session=name) for name in "ab"))
+        counters = engine.take_counters()
+        assert (counters.steps, counters.generated_tokens) == (20, 40)
+        assert not engine.step()
+        assert engine.take_counters().steps == 0
+
+    run(scene)
+
+
 # Exchanges of weights
 
 

@@ -43,7 +43,7 @@ def test_a_recipe_adds_arguments_of_the_servers_own() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [("dtype", "decided by numerics.dtype"), ("api-key", "decided by nothing"), ("--tp", "without `--`"),
-     ("tp size", "no argument of a server")],
+     ("tp size", "not an argument of a server")],
 )  # fmt: skip
 def test_arguments_that_are_no_ones_or_ours_are_refused(kind: str, name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)):

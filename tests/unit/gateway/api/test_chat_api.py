@@ -269,11 +269,11 @@ def thinking_of(extra: dict[str, object] | None) -> object:
 
 def calls_of(calls: Sequence[object] | None) -> list[ToolCall]:
     """What the SDK's types say of tool calls."""
-    matches = []
+    tool_calls = []
     for call in calls or ():
         assert isinstance(call, ChatCompletionMessageFunctionToolCall)
-        matches.append(ToolCall(call_id=call.id, name=call.function.name, arguments=call.function.arguments))
-    return matches
+        tool_calls.append(ToolCall(call_id=call.id, name=call.function.name, arguments=call.function.arguments))
+    return tool_calls
 
 
 def stream_of(body: bytes, answer: Answer, split: Sequence[int] = (2, 5, 11)) -> list[dict[str, Json]]:
@@ -281,7 +281,7 @@ def stream_of(body: bytes, answer: Answer, split: Sequence[int] = (2, 5, 11)) ->
     events = parse(body).events()
     data = events.opening(answer.answer_id, answer.created)
     for index, reply in enumerate(answer.replies):
-        deltas, truncates = deltas_of(reply.message), [0, *split, 10**9]
+        deltas, bounds = deltas_of(reply.message), [0, *split, 10**9]
         for number in range(CHUNKS):
             tokens = slice(2 * number, 2 * number + 2)
             chunk = TokenChunk(
@@ -289,7 +289,7 @@ def stream_of(body: bytes, answer: Answer, split: Sequence[int] = (2, 5, 11)) ->
                 logprobs=reply.turn.logprobs[tokens],
                 versions=reply.turn.versions[tokens],
             )
-            data += events.delta(index, deltas[truncates[number] : truncates[number + 1]], chunk)
+            data += events.delta(index, deltas[bounds[number] : bounds[number + 1]], chunk)
     data += events.closing(answer)
     lines = data.decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]

@@ -86,7 +86,7 @@ def test_pictures_are_refused() -> None:
     ],
 )
 def test_what_is_no_chat_completion_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(Untranslatable, match="no request for a chat completion"):
+    with pytest.raises(Untranslatable, match="not a request for a chat completion"):
         request_of(fields)
 
 
@@ -94,7 +94,7 @@ def test_what_is_no_chat_completion_is_refused(fields: dict[str, Any]) -> None:
     "answer", [b"<html>", b"[]", b'{"content": [{"type": "text"}]}', b'{"usage": {"input_tokens": "x"}}']
 )
 def test_what_is_no_message_is_refused(answer: bytes) -> None:
-    with pytest.raises(Untranslatable, match="no message of Anthropic's API"):
+    with pytest.raises(Untranslatable, match="not a message of Anthropic's API"):
         completion_of(answer, stream=False)
 
 

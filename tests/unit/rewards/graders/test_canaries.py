@@ -215,7 +215,7 @@ def test_several_tests_of_a_module_are_changed_at_once() -> None:
 
 
 def test_what_is_no_python_is_refused() -> None:
-    with pytest.raises(ValueError, match="no Python"):
+    with pytest.raises(ValueError, match="not Python"):
         TestSource("def test_a(:\n")
 
 

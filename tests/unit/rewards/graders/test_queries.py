@@ -260,8 +260,8 @@ def test_steps_of_ours_that_fail_are_no_verdict() -> None:
     with pytest.raises(SandboxError, match="python3"):
         check_ours(None)
     with pytest.raises(SandboxError, match="no role"):
-        judge(CHECKS, [answered(), answered("42501")])
-    check_ours([answered()])
+        check_ours([answered(), answered("42501")])
+    check_ours([answered(), answered()])
 
 
 def test_what_should_be_answered_is_not_in_what_is_sent() -> None:

@@ -73,8 +73,8 @@ def test_a_reward_is_a_number_or_named_ones(json_text: str | None, text: str | N
         ("{}", None, "0 parts"),
         ('{"reward": 1, "x": "y"}', None, "its x is y"),
         ('{"a": 1, "b": 1}', None, "which one counts"),
-        ("{", "1", "no JSON"),
-        ("[" * 60_000, None, "no JSON"),
+        ("{", "1", "not JSON"),
+        ("[" * 60_000, None, "not JSON"),
     ],
 )
 def test_anything_else_is_no_reward(json_text: str | None, text: str | None, words: str) -> None:

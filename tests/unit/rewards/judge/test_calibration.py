@@ -146,7 +146,7 @@ def test_a_report_is_read_back_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"bias": 3}', "null", '{"agreement": {}, "bias": {}, "items": []}'])
 def test_a_report_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"style\.calibration\.json is no calibration"):
+    with pytest.raises(ConfigError, match=r"style\.calibration\.json is not a calibration"):
         parse_calibration(text, "style.calibration.json")
 
 

@@ -220,7 +220,7 @@ def test_an_endpoint_that_is_down_is_left_alone_and_then_tried_by_one() -> None:
     for _ in range(5):
         with pytest.raises(JudgeUnavailable, match="scripted"):
             judge(judging)
-    with pytest.raises(JudgeUnavailable, match="left alone"):
+    with pytest.raises(JudgeUnavailable, match="failed repeatedly"):
         judge(judging)
     assert endpoint.calls == 5
     judging.clock.advance(2.0)
@@ -236,7 +236,7 @@ def test_a_judge_that_has_been_down_for_too_long_is_not_waited_for_until_it_is_b
         judging.clock.advance(20.0)
         with pytest.raises(JudgeUnavailable, match="scripted"):
             judge(judging)
-    with pytest.raises(JudgeLost, match="left alone for a while, for it was down the last times: scripted: down"):
+    with pytest.raises(JudgeLost, match="failed repeatedly and is not called for a while: scripted: down"):
         judge(judging)
     judging.clock.advance(20.0)
     endpoint.up = scoring(3)

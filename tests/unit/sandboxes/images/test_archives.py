@@ -110,8 +110,8 @@ def info(
         ((info("a/b"), info("a", tarfile.SYMTYPE, "/tmp")), "through the link"),
         ((info("a"), info("a/b/c")), "through the file"),
         ((info("a", tarfile.SYMTYPE, ""),), "leads nowhere"),
-        ((info("./"),), "no name"),
-        ((info("a", tarfile.LNKTYPE, "b"),), "no file, folder or symbolic link"),
+        ((info("./"),), "not a valid file name"),
+        ((info("a", tarfile.LNKTYPE, "b"),), "not a file, folder or symbolic link"),
         ((info("a", tarfile.CONTTYPE, "b"), info("../a")), "stay inside"),
     ],
 )

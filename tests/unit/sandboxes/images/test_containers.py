@@ -35,7 +35,7 @@ def test_files_and_folders_are_known_by_what_is_in_them(tmp_path: Path) -> None:
 
 def test_files_and_folders_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no tar", encoding="utf-8")
-    with pytest.raises(ConfigError, match="text is no image"):
+    with pytest.raises(ConfigError, match="text is not an image"):
         reference_of(str(tmp_path / "text"))
     with pytest.raises(ConfigError, match="neither a Dockerfile nor a file oci-layout"):
         reference_of(str(tmp_path))

@@ -28,12 +28,12 @@ def test_a_recipe_is_known_by_what_it_makes() -> None:
 
 @pytest.mark.parametrize("packages", [("",), ("-o",), ("gcc,make",), ("$(id)",)])
 def test_what_is_no_package_is_refused(packages: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="no names of Debian packages"):
+    with pytest.raises(ConfigError, match="not valid Debian package names"):
         BaseRecipe(packages=packages)
 
 
 def test_a_name_that_leaves_the_store_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no name of a base system"):
+    with pytest.raises(ConfigError, match="not a valid base system name"):
         BaseRecipe(name="../x")
 
 

@@ -116,7 +116,7 @@ def test_a_name_moves_to_the_image_that_took_it_last(store: ImageStore) -> None:
 
 @pytest.mark.parametrize(
     ("reference", "match"),
-    [("nobody", "no image is called 'nobody'"), ("0" * 64, "etude images build"), ("../x", "is no name")],
+    [("nobody", "no image is called 'nobody'"), ("0" * 64, "etude images build"), ("../x", "is not a valid")],
 )
 def test_a_missing_image_is_named_with_the_fix(store: ImageStore, reference: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):

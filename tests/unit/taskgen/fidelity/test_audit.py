@@ -175,9 +175,9 @@ def test_a_file_of_sessions_comes_back(tmp_path: Path) -> None:
         ("[]", "no JSON object"),
         ('{"session": "a"}', "no observation"),
         ('{"session": "a", "observation": "", "latency": 3}', "unknown latency"),
-        ('{"session": "a", "observation": "", "seconds": "3"}', "no number"),
-        ('{"session": "a", "observation": 3}', "no text"),
-        ('{"session": "a", "observation": "", "arguments": "ls"}', "no object"),
+        ('{"session": "a", "observation": "", "seconds": "3"}', "not a number"),
+        ('{"session": "a", "observation": 3}', "not a text"),
+        ('{"session": "a", "observation": "", "arguments": "ls"}', "not an object"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:

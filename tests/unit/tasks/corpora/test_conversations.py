@@ -107,24 +107,24 @@ def test_what_follows_the_last_reply_is_left_out() -> None:
     ("line", "words"),
     [
         (b"{", "it is not JSON"),
-        (b"[]", "the line is no object"),
+        (b"[]", "the line is not an object"),
         (line_of([], model="x"), "the line has 'model'"),
         (line_of([]), "the assistant says nothing"),
         (line_of(SESSION[:2]), "the assistant says nothing"),
         (line_of([{"role": "robot", "content": ""}]), "message 1 has no role out of system"),
-        (line_of([{"role": "user"}]), "message 1: content is no text"),
+        (line_of([{"role": "user"}]), "message 1: content is not a text"),
         (line_of([{"role": "user", "content": [{"type": "image", "text": ""}]}]), "not of type text"),
         (line_of([{"role": "user", "content": "a", "weight": 0}]), "message 1 has 'weight'"),
         (line_of([{"role": "assistant", "content": "a", "weight": 0.5}]), "message 1 has weight 0.5"),
         (line_of([{"role": "assistant", "refusal": "no"}]), "message 1 is a refusal"),
-        (line_of([{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}]), "function is no object"),
+        (line_of([{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}]), "function is not an"),
         (
             line_of([{"role": "assistant", "tool_calls": [
                 {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
             ]}]),
             "arguments that are not JSON",
         ),
-        (line_of(SESSION, tools={}), "tools is no list"),
+        (line_of(SESSION, tools={}), "tools is not a list"),
     ],
 )  # fmt: skip
 def test_a_bad_line_says_what_is_wrong(line: bytes, words: str) -> None:
@@ -160,13 +160,13 @@ def test_an_epoch_has_every_conversation_of_its_side_once(tmp_path: Path) -> Non
     output: Mapping[Split, list[list[str]]] = {
         side.split: [
             [
-                CHAT.decode(matches.document(epoch * matches.size + place).token_ids.tolist())
-                for place in range(matches.size)
+                CHAT.decode(source.document(epoch * source.size + place).token_ids.tolist())
+                for place in range(source.size)
             ]
             for epoch in range(2)
         ]
         for side in (TRAIN, HELDOUT)
-        for matches in [Conversations(file, CHAT, side, context_weight=0.0)]
+        for source in [Conversations(file, CHAT, side, context_weight=0.0)]
     }
     both = [output[Split.TRAIN][0], output[Split.HELDOUT][0]]
     assert sorted(both[0] + both[1]) == sorted(f"?{n}" for n in range(40))

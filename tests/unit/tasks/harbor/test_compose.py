@@ -45,7 +45,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
 
 def test_durations_are_those_of_compose() -> None:
     assert [seconds(text) for text in ("5s", "500ms", "1m30s", "1h", "1.5s")] == [5, 0.5, 90, 3600, 1.5]
-    with pytest.raises(ValueError, match="'5' is no duration"):
+    with pytest.raises(ValueError, match="'5' is not a duration"):
         seconds("5")
 
 
@@ -65,7 +65,7 @@ def test_a_task_without_other_services_waits_for_its_own_check_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
         ("[" * 65_000, "more than 100 brackets"),
         ("- " * 30_000, "nested more than 100 deep"),
         (LAUGHS, "more than 100000 values"),
@@ -76,7 +76,7 @@ def test_a_task_without_other_services_waits_for_its_own_check_alone() -> None:
         ("services: {main: {image: x}}", "services.main.image: write it into task.toml"),
         ("services: {main: {privileged: true}}", "services.main.privileged = True: no command of a sandbox"),
         ("services: {main: {}, db: {image: x, restart: always}}", "services.db.restart = 'always': a service that"),
-        ("services: {main: {}, 'a b': {image: x}}", "'a b' is no name of a service"),
+        ("services: {main: {}, 'a b': {image: x}}", "'a b' is not a valid service name"),
         ("services: {main: {}, db: {image: x, volumes: ['/etc:/etc']}}", "services.db.volumes has '/etc:/etc'"),
         ("services: {main: {}, db: {image: x, volumes: ['./../a:/etc']}}", "services.db.volumes has './../a:/etc'"),
         (
@@ -97,7 +97,7 @@ def test_a_task_without_other_services_waits_for_its_own_check_alone() -> None:
         ("services: {main: {depends_on: [x]}}", "depends_on names ['x']"),
         ("services: {main: {depends_on: [a]}, a: {build: ., command: x, depends_on: [main]}}", "in a circle"),
         ("services: {main: {environment: [SECRET]}}", "services.main.environment.SECRET"),
-        ("services: {main: {healthcheck: {test: x, interval: soon}}}", "'soon' is no duration"),
+        ("services: {main: {healthcheck: {test: x, interval: soon}}}", "'soon' is not a duration"),
     ],
 )
 def test_what_is_not_held_to_is_refused_by_its_name(text: str, words: str) -> None:
@@ -131,7 +131,7 @@ services:
     database, web = services.orders
     assert database == ServiceOrder(
         name="db",
-        source="redis:7",
+        source="docker://redis:7",
         entrypoint=(),
         command=("redis-server", "$PORT"),
         environment={"A": "b=c"},

@@ -34,7 +34,7 @@ def test_broken_tasks_are_set_aside_with_the_reason_and_the_rest_goes_on(tmp_pat
     write_folder(tmp_path / "built", {"environment/Dockerfile": "FROM debian:12\nWORKDIR /app\nRUN true"})
     family = HarborTasks(tmp_path)
     assert sorted(family.refused) == ["built", "torn", "twin"]
-    assert "is no TOML" in family.refused["torn"]
+    assert "is not TOML" in family.refused["torn"]
     assert "rename one" in family.refused["twin"]
     assert "`etude tasks check` builds it" in family.refused["built"]
     assert sum(len(family.sources(split)) for split in Split) == 8
@@ -45,7 +45,7 @@ def test_a_folder_with_nothing_left_is_refused_with_every_reason(tmp_path: Path)
     write_folder(tmp_path / "b", {"instruction.md": None})
     with pytest.raises(TaskFolderError, match="none of its tasks") as refused:
         HarborTasks(tmp_path)
-    assert "is no TOML" in str(refused.value)
+    assert "is not TOML" in str(refused.value)
     assert "is missing" in str(refused.value)
 
 

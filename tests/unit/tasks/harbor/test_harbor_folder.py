@@ -85,7 +85,7 @@ def test_only_text_is_kept_in_memory(tmp_path: Path) -> None:
 def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "link")
     (folder / "tests" / "passwd").symlink_to("/etc/passwd")
-    with pytest.raises(TaskFolderError, match="leads out of"):
+    with pytest.raises(TaskFolderError, match="points outside of"):
         read_task(folder)
 
 

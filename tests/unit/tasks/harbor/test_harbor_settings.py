@@ -70,13 +70,13 @@ def test_old_names_of_keys_are_understood() -> None:
         ("[environment]\nnetwork_mode = 'public'", "network_mode = 'public'"),
         ("[environment]\nallow_internet = true", "network_mode = 'public'"),
         ("[environment]\nnetwork_mode = 'allowlist'", "goes with"),
-        ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['*.org']", "no plain host names"),
+        ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['*.org']", "not plain host names"),
         ("[agent]\nuser = 'root'", "agent.user = 'root': agents are never root"),
         ("[verifier]\nuser = 'nobody'", "verifier.user = 'nobody'"),
         ("schema_version = '2.0'", "schema_version = '2.0'"),
         ("artifacts = [{ source = 'a', exclude = ['b'] }]", "artifacts.0.exclude"),
         ("artifacts = [{ source = 'a', service = 'db' }]", "artifacts.0.service"),
-        ("[environment\n", "is no TOML"),
+        ("[environment\n", "is not TOML"),
     ],
 )
 def test_what_would_change_the_task_is_refused_by_name(text: str, words: str) -> None:

@@ -47,8 +47,8 @@ def test_the_reference_is_right_and_neither_nothing_nor_a_mistake_is(
         )
         assert len(problem.mistakes) >= 2
         for wrong in ("", *problem.mistakes):
-            matches = verdict(server, setup_of(task), task.checks, wrong, patient=False)
-            assert not matches.applied or matches.right < requested, f"seed {seed}: {wrong}"
+            outcome = verdict(server, setup_of(task), task.checks, wrong, patient=False)
+            assert not outcome.applied or outcome.right < requested, f"seed {seed}: {wrong}"
 
 
 @pytest.mark.parametrize(("kind", "variant"), TEMPLATES, ids=lambda value: getattr(value, "name", value))

@@ -63,12 +63,12 @@ def test_mutants_compile_and_differ_and_stay_inside(name: str) -> None:
     source = program(EXAMPLES[name][0])
     function = list(source.functions())[1]
     head = source.text[: source.line_start(function.line)]
-    matches = [(mutant, apply(source.text, [mutant.edit])) for mutant in mutants(source, function)]
-    dumps = [ast.dump(ast.parse(text)) for _, text in matches]
-    assert matches
+    mutated = [(mutant, apply(source.text, [mutant.edit])) for mutant in mutants(source, function)]
+    dumps = [ast.dump(ast.parse(text)) for _, text in mutated]
+    assert mutated
     assert len({*dumps, ast.dump(source.tree)}) == len(dumps) + 1
-    assert all(text.startswith(head) for _, text in matches)
-    assert all(mutant.line >= function.line for mutant, _ in matches)
+    assert all(text.startswith(head) for _, text in mutated)
+    assert all(mutant.line >= function.line for mutant, _ in mutated)
 
 
 def test_a_bug_in_a_method_keeps_the_indentation() -> None:
