@@ -122,9 +122,7 @@ def read_cursors(tensors: Mapping[str, Tensor], identity: str, readers: int) -> 
             f"run.toml, or start a new run"
         )
     rows = {
-        name.removeprefix(f"{CURSOR}/"): tensor.reshape(
-            readers, 2
-        ).tolist()  # one reader once had [2]
+        name.removeprefix(f"{CURSOR}/"): tensor.reshape(readers, 2).tolist()  # one reader once had [2]
         for name, tensor in tensors.items()
         if name.startswith(f"{CURSOR}/")
     }
