@@ -64,7 +64,7 @@ class SessionOpener(Protocol):
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         """End a session and return its turns in order.
 
-        Raises :class:`~etude.errors.SessionLost` if it is (no longer) known, else
+        Raises :class:`~etude.errors.SessionLost` if it is unknown, perhaps no longer known, else
         :class:`~etude.errors.EngineUnavailable` when the gateway cannot be reached.
         """
         ...
