@@ -1,4 +1,4 @@
-"""The protocol of launchers: three verbs, and no word of what the processes do."""
+"""The protocol of launchers: three methods, independent of what the processes do."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,42 +10,42 @@ from etude.fleet.specs import ProcessSpec, ProcessStatus
 
 
 class LauncherUnavailable(InfrastructureError):
-    """The machines of a launcher cannot be reached for now; what runs there goes on."""
+    """The machines of a launcher are temporarily unreachable; their processes continue."""
 
 
 class ProcessLauncher(Protocol):
-    """Keeps named processes of one run on machines; a second launcher of the same run sees the same ones, unless its
-    processes end with it.
+    """Manages the named processes of one run on machines. A second launcher of the same run sees the same processes,
+    unless they end with their launcher.
     """
 
     @property
     def spans_regions(self) -> bool:
-        """True if it reaches the machines of all regions; otherwise each region has a launcher of its own."""
+        """True if it reaches the machines of all regions; otherwise each region has its own launcher."""
         ...
 
     def place(self, spec: ProcessSpec) -> None:
-        """Make a process run: nothing happens if it does, and one that ended is started again.
+        """Start a process unless it runs; restart one that ended.
 
-        May return before a machine has room for it. All three raise :class:`LauncherUnavailable` where the machines
-        cannot be reached.
+        May return before a machine has resources for it. All three methods raise :class:`LauncherUnavailable` if the
+        machines cannot be reached.
         """
         ...
 
     def remove(self, *names: str, grace_s: float) -> None:
-        """Stop processes at once, each with its process group, and forget them; names that are not there are fine.
+        """Stop processes concurrently, each with its process group, and forget them; unknown names are ignored.
 
-        Each gets SIGTERM, and SIGKILL after ``grace_s``; returns when all are gone.
+        Each gets SIGTERM, and SIGKILL after ``grace_s``; returns when all have ended.
         """
         ...
 
     def look(self) -> Mapping[str, ProcessStatus]:
-        """All processes that were placed and not removed, those that ended included."""
+        """All processes that were placed and not removed, including those that ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchContext:
-    """Facts of a run that a launcher is made with, besides its options."""
+    """Facts of a run for the construction of a launcher, in addition to its options."""
 
     run: str
     """Identifies the run among others on the same machines."""

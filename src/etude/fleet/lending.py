@@ -1,20 +1,20 @@
-"""The engines of production that rollouts may use: which are lent, and which are given back. Pure.
+"""Decisions about production's engines that rollouts may use: which to lend and which to return. Pure functions.
 
-    load of production + who still runs + now ──step──▶ lend these, recall those
+    load of production + running engines + now ─step──▶ lend these, recall those
                  │
-                 └──▶ Forecast: the most calls at a time, by quarter of an hour of the week, as earlier weeks had them
+                 └──▶ Forecast: peak concurrent calls by quarter of an hour of the week, from earlier weeks
 
     FREE ──lend──▶ LENT ──recall──▶ RECALLED ──its rollouts are elsewhere──▶ FREE
 
-Production comes first. It keeps as many engines as it needs for what is in progress, with a margin, or for the most
-that the minutes ahead brought in earlier weeks, whichever is more; the others are lent. One is given back before it is
-needed, since an engine of production takes ``lead_s`` to serve again. Where the forecast was too low, production waits
-or comes near the recipe's bound on the time to a first token: then all are given back at once, and the margin grows
-(additive decrease, multiplicative increase, the mirror image of TCP's congestion window). Lending again waits until
-nothing was needed for ``calm_s``; giving back waits for nothing.
+Production comes first. It keeps the engines that it needs for the calls in progress with a margin, or for the peak that
+the coming minutes had in earlier weeks, whichever is more; the others are lent. An engine is returned before it is
+needed, since production's engine takes ``lead_s`` to serve again. If the forecast was too low, production waits or
+comes near the limit of its time to first token: then all engines are returned at once, and the margin grows (additive
+decrease, multiplicative increase, the inverse of TCP's congestion window). An engine is lent again only after it was
+not needed for ``calm_s``; a return is immediate.
 
-Units of time are seconds on one clock, which only has to have weeks of equal length. No clock and no I/O: facts and
-``now`` in. Does not own how an engine is given back, nor how the load is asked for (:mod:`etude.run.lending`).
+Times are seconds on one clock, which only needs weeks of equal length. No clock and no I/O: facts and ``now`` are
+arguments. :mod:`etude.run.lending` returns engines and polls the load.
 """
 
 import json
@@ -28,29 +28,29 @@ from typing import Protocol, Self, final
 HOUR_S = 3600.0
 WEEK_HOURS = 7 * 24
 HOUR_SLOTS = 4
-"""Parts of an hour that are forecast apart: with whole hours an engine is kept back for most of an hour that rises."""
+"""Forecast slots per hour: with whole hours, an hour of rising load would hold back an engine for most of that hour."""
 WEEK_SLOTS, SLOT_S = WEEK_HOURS * HOUR_SLOTS, HOUR_S / HOUR_SLOTS
 LEARNING_RATE = 0.3
-"""Weight of the newest week in what is remembered of a part of it; a habit that changed is followed within a month."""
+"""Weight of the newest week in the average of a slot; the forecast follows a changed pattern within a month."""
 MARGIN_GROWTH, MARGIN_HALF_LIFE_HOURS = 1.5, 18.0
-"""Factor of the margin when production had to wait, and time in which half of what it grew by is forgotten."""
+"""Growth factor of the margin after production had to wait, and half-life of that growth."""
 LEAST_GROWN = 0.02
-"""Margin from which one of 0 grows."""
+"""Initial value from which a margin of 0 grows."""
 MOST_MARGIN = 1.0
-"""Bound of the margin: a burst that more than doubles the calls would not be foreseen by any."""
+"""Maximum margin: no margin would foresee a burst that more than doubles the calls."""
 NEAR_SLO = 0.8
-"""Share of the bound at which production counts as in trouble: beyond the bound would be too late."""
+"""Share of the limit at which production counts as overloaded: at the limit itself it would be too late."""
 
 
 class LendingState(StrEnum):
     """The state of one engine of production."""
 
     FREE = "free"
-    """Production's own."""
+    """Used by production."""
     LENT = "lent"
-    """Rollouts use it."""
+    """Used by rollouts."""
     RECALLED = "recalled"
-    """It was taken back, and rollouts are still on it."""
+    """Recalled, but still used by rollouts."""
 
 
 LENDING_MOVES: Mapping[LendingState, frozenset[LendingState]] = MappingProxyType(
@@ -65,16 +65,16 @@ LENDING_MOVES: Mapping[LendingState, frozenset[LendingState]] = MappingProxyType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendingLimits:
-    """Bounds of lending. Raises ``ValueError`` for what cannot be."""
+    """Limits of lending. Raises ``ValueError`` for impossible values."""
 
     slo_first_token_s: float
-    """95th percentile of production's time to a first token that may not be exceeded."""
+    """Upper limit of the 95th percentile of production's time to first token."""
     places: int
-    """Calls that one engine of production answers well at a time."""
+    """Concurrent calls that one engine of production serves well."""
     keep: int = 1
-    """Engines that are never lent."""
+    """Number of engines that are never lent."""
     margin: float = 0.15
-    """Share of the calls in progress that production has room for besides, at the start and at least."""
+    """Initial and minimum spare capacity of production, as a share of the calls in progress."""
     lead_s: float = 120.0
     """Time from a recall until production's own engine serves again."""
     calm_s: float = 60.0
@@ -91,45 +91,45 @@ class LendingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductionLoad:
-    """Facts of production, as its gateway tells them."""
+    """Facts of production as reported by its gateway."""
 
     running: int
-    """Calls that engines work on."""
+    """Calls in progress on engines."""
     waiting: int
     """Calls that wait for an engine."""
     first_token_p95_s: float | None
-    """95th percentile of the last moments' calls; ``None`` where there were none."""
+    """95th percentile of recent calls; ``None`` if there were none."""
 
     @property
     def calls(self) -> int:
-        """Calls that want an engine now."""
+        """Calls that need an engine now."""
         return self.running + self.waiting
 
 
 class Production(Protocol):
-    """Whoever knows production's load; ``regions.lending.production`` of a fleet names its class."""
+    """Protocol of a source of production's load; ``regions.lending.production`` of a fleet names its class."""
 
     def load(self) -> ProductionLoad:
-        """The load now, asked for within seconds; called on a thread of its own, again and again.
+        """The current load, within seconds; called repeatedly on a separate thread.
 
-        Raises :class:`~etude.errors.InfrastructureError` where production does not answer.
+        Raises :class:`~etude.errors.InfrastructureError` if production does not answer.
         """
         ...
 
 
 @final
 class Forecast:
-    """The most calls at a time in each quarter of an hour of the week, learnt as an average over weeks that forgets."""
+    """Peak concurrent calls in each quarter of an hour of the week, as an exponential average over weeks."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, float] = {}
-        """Slot of the week → its peak, as earlier weeks had it."""
+        """Slot of the week → its peak in earlier weeks."""
         self._slot: int | None = None
-        """The slot that is observed now, counted from time 0, and its peak so far."""
+        """The current slot, counted from time 0, and its peak so far."""
         self._peak = 0.0
 
     def observe(self, calls: int, now: float) -> None:
-        """Note how many calls there are."""
+        """Record the current number of calls."""
         slot = int(now // SLOT_S)
         if self._slot is not None and slot != self._slot:
             self._learn(self._slot % WEEK_SLOTS, self._peak)
@@ -137,21 +137,21 @@ class Forecast:
         self._slot, self._peak = slot, max(self._peak, float(calls))
 
     def expected(self, start: float, end: float) -> float:
-        """The most calls at a time that earlier weeks had from ``start`` to ``end``; 0 for times that nobody saw."""
+        """Peak concurrent calls of earlier weeks from ``start`` to ``end``; 0 for unobserved times."""
         slots = range(int(start // SLOT_S), int(end // SLOT_S) + 1)
         return max((self._peaks.get(slot % WEEK_SLOTS, 0.0) for slot in slots[:WEEK_SLOTS]), default=0.0)
 
     def knows(self, now: float) -> bool:
-        """True if an earlier week had this time."""
+        """True if this time was observed in an earlier week."""
         return int(now // SLOT_S) % WEEK_SLOTS in self._peaks
 
     def to_json(self) -> str:
-        """The peaks by hour of the week, such as 13.25, as text that :meth:`learnt` reads."""
+        """The peaks by hour of the week, such as 13.25, as text for :meth:`learnt`."""
         return json.dumps({f"{slot / HOUR_SLOTS:g}": round(peak, 3) for slot, peak in sorted(self._peaks.items())})
 
     @classmethod
     def learnt(cls, text: str) -> Self:
-        """The forecast that was written so. Raises ``ValueError`` for anything else."""
+        """Parse the text of :meth:`to_json`. Raises ``ValueError`` for anything else."""
         forecast = cls()
         try:
             forecast._peaks = {
@@ -170,12 +170,12 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendingDecision:
-    """Consequences of one look at production."""
+    """The decisions of one step."""
 
     lend: tuple[str, ...] = ()
     """Engines that rollouts may use from now on."""
     recall: tuple[str, ...] = ()
-    """Engines that go back at once."""
+    """Engines to return at once."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -188,24 +188,24 @@ class _LendingRecord:
     """Time of its last move."""
 
     def move(self, state: LendingState, now: float) -> None:
-        """Go to another state; only moves in ``LENDING_MOVES`` exist."""
+        """Change to another state, as ``LENDING_MOVES`` allows."""
         assert state in LENDING_MOVES[self.state], f"an engine went from {self.state} to {state}"
         self.state, self.since = state, now
 
 
 @final
 class LendingTable:
-    """The engines of production, in the order in which they are lent: the first ``keep`` never are."""
+    """The engines of production, in order: the first ``keep`` are never lent."""
 
     def __init__(self, names: Sequence[str], limits: LendingLimits, forecast: Forecast | None = None) -> None:
         self.forecast = forecast or Forecast()
-        """Learns from every look."""
+        """Learns from every step."""
         self.margin = limits.margin
-        """Share of the calls that there is room for besides."""
+        """Spare capacity as a share of the calls."""
         self._limits = limits
         self._records = [_LendingRecord(name=name) for name in names]
         self._needed_at = [-math.inf] * (len(names) + 1)
-        """Count of engines → the last time at which production needed as many."""
+        """Number of engines → the last time at which production needed that many."""
         self._looked_at: float | None = None
         self._troubled_at = -math.inf
 
@@ -214,10 +214,10 @@ class LendingTable:
         return {record.name: record.state for record in self._records}
 
     def step(self, load: ProductionLoad | None, running: Collection[str], now: float) -> LendingDecision:
-        """Decide, with ``running`` the engines on which rollouts still are.
+        """Decide, where ``running`` are the engines still used by rollouts.
 
-        ``load`` is ``None`` while production cannot be asked: then nothing more is lent, and what is lent goes back,
-        for nobody knows who waits.
+        ``load`` is ``None`` while production does not answer: then nothing more is lent and lent engines are recalled,
+        as production's queue is unknown.
         """
         for record in self._records:
             if record.state is LendingState.RECALLED and record.name not in running:
@@ -228,7 +228,7 @@ class LendingTable:
         lent = [record for record in self._records if record.state is LendingState.LENT]
         spare = len(self._records) - needed
         if len(lent) > spare:
-            recalled = lent[: len(lent) - spare]  # the order of lending: production fills up from the front
+            recalled = lent[: len(lent) - spare]  # in order: production fills engines from the front
             for record in recalled:
                 record.move(LendingState.RECALLED, now)
             return LendingDecision(recall=tuple(record.name for record in recalled))
@@ -240,11 +240,11 @@ class LendingTable:
         return LendingDecision(lend=tuple(record.name for record in taken))
 
     def _borrowed(self) -> int:
-        """Engines that production does not have, those on their way back included."""
+        """Number of engines that production does not have, including recalled ones."""
         return sum(record.state is not LendingState.FREE for record in self._records)
 
     def _needed(self, load: ProductionLoad, now: float) -> int:
-        """Engines that production needs now and in the time that a recall takes; learns from the load."""
+        """Number of engines that production needs now and during a recall; learns from the load."""
         limits = self._limits
         p95_s = load.first_token_p95_s
         in_trouble = load.waiting > 0 or (p95_s is not None and p95_s > NEAR_SLO * limits.slo_first_token_s)
@@ -253,20 +253,20 @@ class LendingTable:
         if in_trouble:
             return len(self._records)
         if not self.forecast.knows(now) and load.calls > 0:
-            ahead = float(load.calls + limits.places)  # a time that nobody saw may bring more: one engine's fill
+            ahead = float(load.calls + limits.places)  # an unobserved time may bring more: one engine's worth
         else:
             ahead = self.forecast.expected(now, now + limits.lead_s + limits.calm_s)
-        # A forecast is of the most that there was: it needs no more room than what trouble has taught.
+        # The forecast is a peak already: it only needs the margin that overload added.
         calls = max(load.calls * (1 + self.margin), ahead * (1 + self.margin - limits.margin))
         return min(len(self._records), max(limits.keep, math.ceil(calls / limits.places)))
 
     def _adapt(self, *, in_trouble: bool, now: float) -> None:
-        """Widen the margin when production is in trouble while engines are lent; else let it shrink with time."""
+        """Widen the margin when production is overloaded while engines are lent; otherwise shrink it with time."""
         limits, passed_s = self._limits, 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if not in_trouble:
             share = 0.5 ** (passed_s / (MARGIN_HALF_LIFE_HOURS * HOUR_S))
             self.margin = limits.margin + (self.margin - limits.margin) * share
-        elif self._borrowed() and now - self._troubled_at >= limits.lead_s:  # once for one burst
+        elif self._borrowed() and now - self._troubled_at >= limits.lead_s:  # once per burst
             self.margin = min(MOST_MARGIN, max(self.margin, LEAST_GROWN) * MARGIN_GROWTH)
             self._troubled_at = now

@@ -1,10 +1,11 @@
-"""The decisions of a supervisor: what runs is compared with what is to run, and what differs is placed or removed.
+"""The decisions of a supervisor: compares the running processes with the desired ones and places or removes the
+difference.
 
-    specs + statuses + now ──step──▶ actions: kill, remove, place, and what people are told
+    specs + statuses + now ──step──▶ actions: kill, remove, place, and notices
 
-Pure. It keeps only what it saw itself, so that another one that begins with the same specs takes over from what a
-launcher sees: what runs is adopted, what is missing is placed. Each process is a unit of its own; a group is one unit,
-which is restarted whole.
+Pure. Its state consists only of its own observations, so a successor with the same specs takes over from a launcher's
+statuses: running processes are adopted, missing ones are placed. Each single process is a unit; a group is one unit,
+which restarts as a whole.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,11 +17,11 @@ from etude.fleet.restarts import DEATHS_WINDOW_S, Outcome, Restarts, Silence
 from etude.fleet.specs import ProcessSpec, ProcessStatus
 
 LOST_S = 15.0
-"""Longest time that a machine may not answer before its processes are placed on another one."""
+"""Longest time without an answer from a machine before its processes are placed on another one."""
 PENDING_S = 30.0
-"""Time after which people are told that no machine has room for a process."""
+"""Time after which a notice reports that no machine has resources for a process."""
 REGISTERED_S = 5.0
-"""Longest time that a launcher may take to show what it has just placed."""
+"""Longest delay until a launcher shows a process that it has just placed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,39 +29,39 @@ class Actions:
     """Results of one reconciliation, in the order in which they are to be executed."""
 
     kill: list[str] = field(default_factory=list)
-    """Processes that are silent, or that a dead member of their group leaves behind."""
+    """Processes without heartbeat, and the other members of a group with a dead one."""
     remove: list[str] = field(default_factory=list)
-    """Processes that are not to run, and get their time to end."""
+    """Processes that must not run, to be stopped with a grace time."""
     place: list[ProcessSpec] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    """Lines for people."""
+    """Lines for the user."""
     room_pauses: dict[str, float] = field(default_factory=dict)
-    """Process that found a full disk → seconds until it is started again."""
+    """Process that found a full disk → seconds until its restart."""
 
 
 @final
 class Unit:
-    """One process, or one group that restarts together, and what was seen of it."""
+    """One process, or one group that restarts together, with its observations."""
 
     def __init__(self, members: Sequence[ProcessSpec]) -> None:
         self.members = tuple(members)
         self.restarts = Restarts()
         self.done: set[str] = set()
         self.is_changed = False
-        """True if what runs was placed by other specs."""
+        """True if the running processes were placed with different specs."""
         self.placed_s: float | None = None
-        """Time at which it was last placed, or adopted; ``None`` while it is not to run."""
+        """Time at which it was last placed, or adopted; ``None`` while it must not run."""
         self.again_s: float | None = None
-        """Time at which it is started again; ``None`` unless it waits for room on a disk."""
+        """Time of its next start; ``None`` unless it waits for disk space."""
         self.silences: dict[str, tuple[str, Silence]] = {}
-        """Member → its incarnation, and the silence of that."""
+        """Member → its incarnation and the silence of that incarnation."""
         self.absent_s: dict[str, float] = {}
-        """Member → time since which its machine is lost, or no machine had room for it."""
+        """Member → time since which its machine is lost or no machine has resources for it."""
         self.reported: set[str] = set()
-        """Members of which was said that no machine has room for them."""
+        """Members already reported as without a machine."""
 
     def silence(self, name: str, status: ProcessStatus, now_s: float) -> Silence:
-        """The silence of a member; that of a new incarnation begins anew."""
+        """The silence of a member; a new incarnation starts a new one."""
         incarnation, silence = self.silences.get(name, ("", None))
         if silence is None or incarnation != status.incarnation:
             silence = Silence(status.beat, now_s)
@@ -68,22 +69,22 @@ class Unit:
         return silence
 
     def absence(self, name: str, now_s: float) -> float:
-        """Seconds for which a member has been out of sight."""
+        """Seconds for which a member has not been visible."""
         return now_s - self.absent_s.setdefault(name, now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconciliation:
-    """One step: what is seen, when, and the actions that follow so far."""
+    """One step: statuses, time, and the actions so far."""
 
     statuses: Mapping[str, ProcessStatus]
     now_s: float
     actions: Actions = field(default_factory=Actions)
 
     def restart(self, unit: Unit) -> None:
-        """Start a unit again: what is left of it is killed, and all of it is placed.
+        """Restart a unit: kill its remaining processes and place all of its members.
 
-        A single process that ended is started where it was: to find it a machine anew takes longer than its start.
+        A single process that ended is restarted on its machine, since a new placement takes longer than its start.
         """
         unit.again_s, unit.placed_s, unit.is_changed = None, self.now_s, False
         unit.done.clear()
@@ -94,7 +95,7 @@ class Reconciliation:
         self.actions.place += unit.members
 
     def drain(self, unit: Unit) -> None:
-        """Let a unit end."""
+        """Stop a unit with a grace time."""
         unit.again_s, unit.placed_s, unit.is_changed = None, None, False
         self.actions.remove += [spec.name for spec in unit.members if spec.name in self.statuses]
 
@@ -104,7 +105,7 @@ class Reconciler:
     """Compares specs with statuses, step by step, for one supervisor."""
 
     def __init__(self, specs: Sequence[ProcessSpec], *, heartbeat_timeout_s: float) -> None:
-        """A process that gives no heartbeat for ``heartbeat_timeout_s`` is killed and started again."""
+        """A process without a heartbeat for ``heartbeat_timeout_s`` is killed and restarted."""
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._units: list[Unit] = []
         self._names: set[str] = set()
@@ -112,15 +113,15 @@ class Reconciler:
 
     @property
     def done(self) -> frozenset[str]:
-        """Processes that had an end and have reached it."""
+        """Finite processes that are done."""
         return frozenset(name for unit in self._units for name in unit.done)
 
     def follow(self, specs: Sequence[ProcessSpec]) -> None:
-        """Compare with other specs from now on: what is no longer among them is removed, and what differs restarted."""
+        """Use new specs from now on: processes missing there are removed, and changed ones restarted."""
         self._take(specs)
 
     def _take(self, specs: Sequence[ProcessSpec]) -> None:
-        """Make a unit of all that restarts together; what is as before stays as it is."""
+        """Build units of processes that restart together; unchanged units stay."""
         members: dict[str, list[ProcessSpec]] = {}
         for spec in specs:
             members.setdefault(spec.unit, []).append(spec)
@@ -137,10 +138,10 @@ class Reconciler:
     def step(
         self, statuses: Mapping[str, ProcessStatus], now_s: float, *, drained: Collection[str] = frozenset()
     ) -> Actions:
-        """Compare once, at monotonic seconds ``now_s``; units with a ``drained`` member are not to run.
+        """Compare once, at monotonic seconds ``now_s``; units with a ``drained`` member must not run.
 
-        Raises :class:`~etude.errors.EtudeError` for a process that met something that no restart repairs, and
-        :class:`~etude.errors.InfrastructureError` for one that dies, or falls silent, again and again.
+        Raises :class:`~etude.errors.EtudeError` for a process with an error that no restart repairs, and
+        :class:`~etude.errors.InfrastructureError` for one that repeatedly dies or loses its heartbeat.
         """
         reconciliation = Reconciliation(statuses=statuses, now_s=now_s)
         reconciliation.actions.remove += [name for name in statuses if name not in self._names]
@@ -161,7 +162,7 @@ class Reconciler:
         return reconciliation.actions
 
     def _check(self, unit: Unit, reconciliation: Reconciliation) -> None:
-        """Look at each member of a unit that is to run, until something is wrong with one."""
+        """Check each member of a unit that must run, until one has a problem."""
         for spec in unit.members:
             status = reconciliation.statuses.get(spec.name)
             if spec.name in unit.done or self._is_well(unit, spec, status, reconciliation):
@@ -191,7 +192,7 @@ class Reconciler:
     def _is_well(
         self, unit: Unit, spec: ProcessSpec, status: ProcessStatus | None, reconciliation: Reconciliation
     ) -> bool:
-        """True while there is nothing to decide about a member: it runs, or is given time."""
+        """True while there is nothing to decide about a member: it runs, or its timeout has not passed."""
         now_s = reconciliation.now_s
         if status is None:
             return unit.placed_s is not None and now_s - unit.placed_s < REGISTERED_S
@@ -231,7 +232,7 @@ class Reconciler:
 
 
 def _restarted(unit: Unit, spec: ProcessSpec, status: ProcessStatus | None) -> str:
-    """Tell people of the end of a process, and what follows."""
+    """The notice about the end of a process and its consequence."""
     code = None if status is None else status.exit_status
     end = f"{spec.name} is gone with its machine" if code is None else f"{spec.name} ended with status {code}"
     others = ", ".join(member.name for member in unit.members if member is not spec)

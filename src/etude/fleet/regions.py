@@ -4,18 +4,18 @@
                               │ ──choose─▶ the region of one session, or none yet
     sessions that end ────────┘
 
-A region is a place with gateways, engines and a store of its own, reached over a long distance. A weight version
-reaches regions one after the other. Were rollouts admitted when the first one serves it, that region would take all
-there is to do; were they admitted when the last one does, the slowest would hold up all others. So they are admitted
-at the version that a share of the capacity serves, and sessions go to the region that was given least for its
-capacity. One that is known to be late keeps its claim: others may be ``lead`` of their capacity ahead of it, then
-sessions wait for it, but nobody waits longer than ``max_wait_s`` for a region that does not follow. A region that
-could not take a session has no claim to it: who is full, away or too late for too long is not made up for later.
+A region is a remote site with its own gateways, engines and store. A weight version reaches regions one after another.
+If rollouts were admitted when the first region serves it, that region would take all the work; if they were admitted
+when the last one does, the slowest would delay all others. So they are admitted at the version that a share of the
+capacity serves, and sessions go to the region with the fewest sessions relative to its capacity. A late region keeps
+its claim: others may be ``lead`` of their capacity ahead of it, then sessions wait for it, but at most ``max_wait_s``.
+A region that cannot take a session loses its claim: full, unavailable or late regions are not compensated afterwards.
 
-Serving at least a group's version is what the bound of staleness rests on; fairness is not, nor is anything that a
-report says falsely (``docs/control.md``).
+The staleness bound depends only on serving at least a group's version; it depends neither on fairness nor on the
+correctness of reports (``docs/control.md``).
 
-No clock and no I/O: facts and ``now`` in, in seconds. Does not own how regions are asked, nor what a session is.
+No clock and no I/O: facts and ``now`` in seconds are arguments. Polling of regions and sessions themselves are
+elsewhere.
 """
 
 import math
@@ -25,16 +25,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionLimits:
-    """When a region counts, and how far others may get ahead of it. Raises ``ValueError`` for what cannot be."""
+    """Conditions under which a region counts, and the lead of others. Raises ``ValueError`` for impossible values."""
 
     quorum: float = 0.5
-    """Share of the capacity in reach that has to serve a version before rollouts are admitted at it."""
+    """Share of the reachable capacity that must serve a version before rollouts are admitted at it."""
     lead: float = 0.25
-    """Share of its capacity by which a region may be ahead, in sessions it was given, of one that is late."""
+    """Lead of a region over a late one, in sessions as a share of its capacity."""
     max_wait_s: float = 20.0
-    """Time for which a region that is behind the version heard is waited for; then it is left out until it follows."""
+    """Longest wait for a region behind the admitted version; then it is excluded until it follows."""
     away_s: float = 3.0
-    """Silence after which a region is away: left out, until it reports again."""
+    """Time without a report after which a region is unavailable and excluded until its next report."""
 
     def __post_init__(self) -> None:
         if not (0 < self.quorum <= 1 and self.lead >= 0 and self.max_wait_s >= 0 and self.away_s > 0):
@@ -43,25 +43,25 @@ class RegionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionReport:
-    """A region's own account of itself."""
+    """A region's report about itself."""
 
     version: int
-    """The oldest weight version that an engine in its reach serves; what it will sample with is not older."""
+    """The oldest weight version that a reachable engine serves; it samples with no older one."""
     places: int
-    """Sessions that it may hold at a time: its capacity."""
+    """Its capacity in concurrent sessions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionView:
-    """A snapshot of one region, for people."""
+    """A snapshot of one region, for display."""
 
     name: str
     version: int
     places: int
     open: int
-    """Sessions that it has now."""
+    """Number of open sessions."""
     given: int
-    """Sessions that it was given so far."""
+    """Number of sessions assigned so far."""
     is_away: bool
 
 
@@ -74,15 +74,15 @@ class _RegionRecord:
     heard_s: float = -math.inf
     """Time of its last report."""
     late_since_s: float | None = None
-    """Time since which it has been behind the version heard, or has not been in reach."""
+    """Time since which it has been behind the admitted version or unreachable."""
     open: int = 0
     given: int = 0
     account: float = 0.0
-    """Sessions that it was given, or had no claim to, over its capacity."""
+    """Sessions assigned to it, or lost without a claim, divided by its capacity."""
 
     @property
     def has_place(self) -> bool:
-        """True if it may hold another session."""
+        """True if it has capacity for another session."""
         return self.open < self.report.places
 
     @property

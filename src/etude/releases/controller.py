@@ -1,15 +1,15 @@
-"""The release controller: facts about versions, measurements, users and approvals in, moves out. Pure.
+"""The release controller: decides moves from facts about versions, measurements, users and approvals. Pure.
 
     candidate ─gate─▶ gated ─approvals─▶ shadow ─▶ canary, its share growing ─A/B test─▶ released        one at a time
-                                                      └─ guardrail, mismatch, no proof, a person ─▶ rolled_back
+                                                      └─ guardrail, mismatch, no proof, a user ───▶ rolled_back
 
-Owns what is decided and on which evidence; :mod:`etude.run.release` gathers the facts and acts. Moves that belong
-together come together and are recorded in one transaction. The simulator of ``bench live`` runs this very object.
+This module decides, with evidence; :mod:`etude.run.release` gathers the facts and acts. Moves of one decision are
+recorded in one transaction. The simulator of ``bench live`` runs this same class.
 
-**Error rates.** Each stage of the canary is an experiment of its own, with sessions that were drawn under its share
-alone. Its looks are free: confidence sequences hold at all times (:mod:`etude.releases.experiment`). The chance
-``alpha`` of a false rollback is divided by the stages, and within one by its metrics and the sample-ratio test;
-that of a false promotion belongs to the last stage's one test.
+**Error rates.** Each stage of the canary is a separate experiment, with only the sessions drawn under its share. It may
+be evaluated at any time: confidence sequences are always valid (:mod:`etude.releases.experiment`). The chance ``alpha``
+of a false rollback is divided by the stages, and within one by its metrics and the sample-ratio test; that of a false
+promotion belongs to the single test of the last stage.
 """
 
 from collections.abc import Mapping
@@ -32,30 +32,30 @@ from etude.routing_table import RoutingTable
 from etude.types import Json
 
 TUNED_TIMES = 5
-"""Users at which sequences are narrowest, in ``min_users``: between the first look and the last."""
+"""Number of users, in ``min_users``, at which sequences are narrowest: between the first and the last evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowFacts:
-    """The calls of users that a shadow was asked, too."""
+    """Users' calls that were also sent to a shadow."""
 
     calls: int
     failures: int
-    """Calls that it did not answer, or not with a reply."""
+    """Calls without an answer or without a valid reply."""
     seconds: float
-    """Sum over its answers."""
+    """Total time of its answers."""
     live_seconds: float
-    """Sum over the answers that users got to the same calls."""
+    """Total time of the users' answers to the same calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CanaryFacts:
-    """Users of one stage of a canary: the control's, who have the released version, and the treatment's."""
+    """Users of one stage of a canary: the control, with the released version, and the treatment."""
 
     control: ArmCounts
     treatment: ArmCounts
     sums: Mapping[str, tuple[UserSums, UserSums]]
-    """Metric → user by user, control and treatment."""
+    """Metric → sums per user of control and treatment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +63,16 @@ class LoadFacts:
     """Loads of weights into the trainer (:mod:`etude.run.trainer`)."""
 
     pending: bool = False
-    """True if one was asked for that has not become a version."""
+    """True if a requested load has not become a version yet."""
     version: int | None = None
-    """Version that the last load became; nothing before it will ever be a candidate."""
+    """Version created by the last load; no earlier version can become a candidate."""
     checkpoint: str = ""
-    """Checkpoint that it was of; empty for a version of the run."""
+    """Its checkpoint; empty for a version of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseFacts:
-    """All that a decision rests on."""
+    """All inputs of a decision."""
 
     releases: tuple[Release, ...]
     versions: Mapping[int, str]
@@ -81,13 +81,13 @@ class ReleaseFacts:
     gate: GateFacts | None = None
     """Measurements of the candidate, once there are any."""
     gate_failure: str = ""
-    """The reason for which it cannot be."""
+    """The reason why it cannot be measured."""
     approved_by: frozenset[str] = frozenset()
     """People who approved the pending version."""
     shadow: ShadowFacts | None = None
     canary: CanaryFacts | None = None
     rollback_by: str = ""
-    """A person who wants to go back."""
+    """The user who requests a rollback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,24 +95,24 @@ class ReleaseMove:
     """One move of a release, to be recorded with its evidence."""
 
     release: Release
-    """The release as it is before."""
+    """The release before the move."""
     to: ReleaseState
     reason: str
     evidence: Mapping[str, Json] = field(default_factory=dict)
     stage: int = 0
     by: str = ""
-    """The person who wanted it; empty for the controller itself."""
+    """The user who requested it; empty for the controller itself."""
     is_new: bool = False
-    """True for a version that becomes a candidate now."""
+    """True for a new candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseDecision:
-    """Moves that happen together."""
+    """Moves that are executed together."""
 
     moves: tuple[ReleaseMove, ...]
     load: int | None = None
-    """Version that the trainer goes back to."""
+    """Version that the trainer must load."""
 
 
 @final
@@ -120,7 +120,7 @@ class ReleaseController:
     """Decides about releases by the rules of ``[release]``."""
 
     def __init__(self, config: ReleaseConfig, *, first: int = 0) -> None:
-        """``first`` is the first version that may be released; every ``release.every_steps`` after it another one."""
+        """``first`` is the first version that may be released; further ones follow every ``release.every_steps``."""
         self._config = config
         self._first = first
         tests = len(config.canary_shares) * (2 + len(config.guardrails))
@@ -147,9 +147,9 @@ class ReleaseController:
                 return self._look_at_canary(facts, pending, live)
 
     def _next_candidate(self, facts: ReleaseFacts, live: Release | None) -> ReleaseDecision | None:
-        """The newest version that is due; a copy of what users have takes its place without a look, as it is the same.
+        """The newest version that is due; a copy of the released version replaces it without tests, as it is identical.
 
-        While a load is pending nothing is: what the trainer publishes meanwhile descends from what was rejected.
+        None while a load is pending: versions published meanwhile descend from the rejected one.
         """
         loads = facts.loads
         after = max((release.version for release in facts.releases), default=-1)
@@ -198,7 +198,7 @@ class ReleaseController:
         )
 
     def _admit(self, facts: ReleaseFacts, pending: Release, live: Release | None) -> ReleaseDecision | None:
-        """From the gate to users, once enough people agree."""
+        """Move a candidate from the gate to users, once it has enough approvals."""
         if len(facts.approved_by) < self._config.approvals:
             return None
         evidence: dict[str, Json] = {"approved_by": [*sorted(facts.approved_by)]}
@@ -254,7 +254,7 @@ class ReleaseController:
         return self._conclude(canary, pending, live, evidence)
 
     def canary_evidence(self, canary: CanaryFacts, pending: Release) -> dict[str, Json]:
-        """The figures of a canary by which it is rolled back or goes on, as JSON."""
+        """The figures that decide on a canary, as JSON."""
         share = self._config.canary_shares[pending.stage]
         seen = self._differences(canary)
         return {
@@ -277,7 +277,7 @@ class ReleaseController:
     def _conclude(
         self, canary: CanaryFacts, pending: Release, live: Release, evidence: dict[str, Json]
     ) -> ReleaseDecision | None:
-        """Promote with proof, take back without it when sessions are used up."""
+        """Promote with proof; roll back without proof when the sessions are used up."""
         metric, most = self._config.metric, self._config.max_sessions
         difference = self.proof(*canary.sums[metric.name])
         evidence["proof"] = None if difference is None else asdict(difference)
@@ -293,7 +293,7 @@ class ReleaseController:
         return None
 
     def _go_back(self, facts: ReleaseFacts, pending: Release | None, live: Release | None) -> ReleaseDecision | None:
-        """Roll back on a person's request: the pending version, else the released one."""
+        """Roll back on a user's request: the pending version, else the released one."""
         by = facts.rollback_by
         if pending is not None:
             to = ReleaseState.ROLLED_BACK if pending.state is ReleaseState.CANARY else ReleaseState.REJECTED
@@ -335,7 +335,7 @@ class ReleaseController:
 def canary_facts(
     metrics: ArmMetrics, config: ReleaseConfig, pending: Release | None, table: RoutingTable | None
 ) -> CanaryFacts | None:
-    """Users of the present stage of a canary: those whose sessions began under the present table."""
+    """Users of the current canary stage: those whose sessions began under the current table."""
     if pending is None or pending.state is not ReleaseState.CANARY or table is None or table.canary is None:
         return None
     labels = table.label(table.live), table.label(table.canary)
@@ -348,20 +348,22 @@ def canary_facts(
 
 
 def gain(difference: ArmDifference, metric: MetricConfig) -> tuple[float, float]:
-    """The interval of what the treatment gains, in the metric's better direction."""
+    """The interval of the treatment's gain, in the metric's better direction."""
     low, high = difference.low, difference.high
     return (low, high) if metric.direction == "up" else (-high, -low)
 
 
 def check_moves(decision: ReleaseDecision) -> None:
-    """Raise ``ValueError`` for a move that the table of states does not have."""
+    """Raise ``ValueError`` for a move that is not in the table of states."""
     for move in decision.moves:
         if not move.is_new:
             move_release(move.release.state, move.to)
 
 
 def _renumbered(copy: Release, live: Release) -> ReleaseDecision:
-    """The same weights under a newer version: so what users say is of a version that the trainer counts as recent."""
+    """Release the same weights under a newer version, so that users' signals belong to a version that is recent for the
+    trainer.
+    """
     reason = f"the weights of version {live.version}, loaded again"
     steps = (ReleaseState.CANDIDATE, ReleaseState.GATED, ReleaseState.RELEASED)
     before = (copy.state, *steps[:-1])

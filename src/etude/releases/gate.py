@@ -1,13 +1,13 @@
-"""The offline gate: measurements of a candidate and of what users have in, checks out. Pure.
+"""The offline gate: checks from measurements of a candidate and of the released version. Pure.
 
     held-out tasks, suites ──▶ paired intervals, missing tries ─┐
     signs of cheating, tokens, seconds, parity ─────────────────┴▶ checks, each with its bound ──▶ passed, if all did
 
-Each difference is of the same tasks, and its interval is of 95 %; a candidate passes by non-inferiority, not for want
-of proof against it: the lower end must be above minus the margin. So too few tasks block a good candidate, and never
-let a bad one through. A try that is missing (a machine failed, a judge was away) is in no mean and never a zero; more
-than a few of them block, since what was not measured may be what is bad. Where nothing was released yet only the
-absolute checks are made. Intervals are computed by :mod:`etude.run.release_gate`.
+Each difference is over the same tasks, with a 95 % interval. A candidate passes by non-inferiority, not by a lack of
+evidence against it: the lower end must be above minus the margin. So too few tasks may block a good candidate, but
+never pass a bad one. A missing try (a machine failed, a judge was unavailable) is excluded from means and never counts
+as zero; more than a few missing tries block, since the unmeasured ones may be the bad ones. Before the first release
+there are only the absolute checks. :mod:`etude.run.release_gate` computes the intervals.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,12 @@ from etude.config.release import ReleaseConfig
 from etude.types import Json
 
 MAX_MISSING = 0.05
-"""Share of an evaluation's tries that may be missing: of rewards up to 1, what hides there is no more than a margin."""
+"""Maximum share of missing tries in an evaluation: with rewards up to 1, they hide no more than a margin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean with its interval of 95 %."""
+    """A mean with its 95 % interval."""
 
     value: float
     low: float
@@ -34,9 +34,9 @@ class Against:
     """A candidate against the released version, task by task."""
 
     reward: Interval
-    """Mean reward, candidate less released."""
+    """Mean reward, candidate minus released."""
     cost_excess: Interval
-    """Sampled tokens of the candidate, less ``max_cost_ratio`` times those of the released version."""
+    """Sampled tokens of the candidate minus ``max_cost_ratio`` times those of the released version."""
     latency_excess: Interval
     """Seconds likewise."""
     suites: Mapping[str, Interval] = field(default_factory=dict)
@@ -52,9 +52,9 @@ class MissingTries:
     version: int
     missing: int
     planned: int
-    """Tries that were to be made."""
+    """Number of planned tries."""
     reason: str
-    """Reason for which the last of them failed."""
+    """Reason of the last failure."""
 
     @property
     def share(self) -> float:
@@ -64,7 +64,7 @@ class MissingTries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateFacts:
-    """All that was measured of a candidate."""
+    """All measurements of a candidate."""
 
     reward: Interval
     """Its mean reward on the held-out tasks."""
@@ -73,11 +73,11 @@ class GateFacts:
     cheats: int
     """Tries that look like cheating."""
     parity: bool | None = None
-    """True if engine and trainer compute the same numbers from its weights; ``None`` where it cannot be compared."""
+    """True if engine and trainer compute the same numbers from its weights; ``None`` if they cannot be compared."""
     against: Against | None = None
-    """``None`` where nothing was released yet."""
+    """``None`` before the first release."""
     missing: tuple[MissingTries, ...] = ()
-    """Evaluations, of the candidate and of the released version, that miss tries."""
+    """Evaluations of the candidate and of the released version with missing tries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +86,11 @@ class Check:
 
     name: str
     value: float
-    """The number that decides: of an interval, its worse end."""
+    """The decisive number; for an interval, its worse end."""
     bound: float
     passed: bool
     says: str
-    """The numbers in words."""
+    """The numbers as text."""
 
 
 def checks(facts: GateFacts, config: ReleaseConfig) -> tuple[Check, ...]:

@@ -1,12 +1,12 @@
-"""Releases in the ledger's database: what each is now, every move with its evidence, and what people asked for.
+"""Releases in the ledger's database: their states, all moves with evidence, and users' requests.
 
-    releases             version, digest, state, …            one row a release
-    release_moves        from, to, why, evidence as JSON, by  one row a move, never changed
-    release_requests     approve, rollback, propose; by, when one row a request, with what became of it: the audit
-    arm_sessions         label, user, metric → value          one row an ended session of a user: what A/B tests count
+    releases             version, digest, state, …            one row per release
+    release_moves        from, to, why, evidence as JSON, by  one row per move, immutable
+    release_requests     approve, rollback, propose; by, when one row per request, with its outcome: the audit
+    arm_sessions         label, user, metric → value          one row per ended user session, for A/B tests
 
-Moves of one decision, and the load that the trainer is asked for with them, are one transaction: whoever dies between
-two decisions goes on from what is here. The tables are made when somebody opens them; a run without releases has none.
+The moves of one decision and the trainer's load that belongs to it are one transaction, so a process that dies between
+two decisions continues from this state. Opening the store creates the tables; a run without releases has none.
 """
 
 import json
@@ -85,11 +85,11 @@ TABLE_NAMES = {
     False: "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = ?",
     True: "SELECT count(*) FROM pg_tables WHERE schemaname = current_schema() AND tablename = ?",
 }
-"""Question whether a table is there, by whether the database is a server's."""
+"""Query for the existence of a table; the key is true for a database server."""
 
 
 class RequestKind(StrEnum):
-    """Kind of what a person asks for."""
+    """Kind of a user's request."""
 
     APPROVE = "approve"
     ROLLBACK = "rollback"
@@ -98,15 +98,15 @@ class RequestKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseRequest:
-    """A person's request."""
+    """A user's request."""
 
     kind: RequestKind
     by: str
     at: float
     version: int | None = None
-    """The version that is approved; of a rollback the one that is meant, ``None``: whatever is due."""
+    """The version to approve or to roll back; ``None``: the one that is due."""
     checkpoint: str = ""
-    """The folder that is proposed."""
+    """The proposed folder."""
     number: int = 0
     outcome: str = ""
     """Empty while it is open."""
@@ -114,7 +114,7 @@ class ReleaseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedMove:
-    """A move as it was recorded."""
+    """A recorded move."""
 
     version: int
     from_state: str
@@ -128,7 +128,7 @@ class RecordedMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmSession:
-    """An ended session of a user, as tests count it."""
+    """An ended session of a user, as counted in tests."""
 
     session_id: str
     label: str
@@ -139,12 +139,12 @@ class ArmSession:
 
 
 class ReleaseStore(LedgerConnection):
-    """One process's way to the releases of a run; not to be shared between threads."""
+    """One process's access to the releases of a run; not to be shared between threads."""
 
     @classmethod
     def open(cls, place: Path | str, config: LedgerConfig | None = None, *, read_only: bool = False) -> Self:
-        """Open those beside the ledger at a path or URL; with ``read_only`` nothing is written, and where there are no
-        tables yet :class:`~etude.errors.RunFolderError` is raised.
+        """Open the releases in the ledger's database at a path or URL; with ``read_only`` nothing is written, and
+        :class:`~etude.errors.RunFolderError` is raised if there are no tables yet.
 
         Raises as :meth:`etude.ledger.ledger.Ledger.open` does.
         """
@@ -171,14 +171,14 @@ class ReleaseStore(LedgerConnection):
         return tuple(_move(row) for row in selected if version in (None, row[0]))
 
     def apply(self, decision: ReleaseDecision, at: float, request: int | None = None) -> None:
-        """Record the moves of a decision, ask for its load, and close the ``request`` that it answers, all or nothing.
+        """Record the moves of a decision, request its load, and close the ``request`` that it answers, all or nothing.
 
-        A decision that was made from other states than there are is refused: ``ValueError``.
+        Raises ``ValueError`` for a decision based on outdated states.
         """
         self._db.write(lambda db: _apply(db, decision, at, request))
 
     def add_session(self, session_id: str, label: str, user: str, metrics: Mapping[str, float]) -> None:
-        """Count an ended session of a user in the arm of that label; a second time changes nothing."""
+        """Count an ended session of a user in the arm ``label``; repeating it has no effect."""
         sql = (
             "INSERT INTO arm_sessions (session_id, label, pseudonym, metrics) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (session_id) DO NOTHING"
@@ -186,7 +186,7 @@ class ReleaseStore(LedgerConnection):
         self._db.write(lambda db: db.execute(sql, session_id, label, user or session_id, json.dumps(dict(metrics))))
 
     def forget_session(self, session_id: str) -> None:
-        """Forget what tests counted of a session."""
+        """Delete a session from the counts of tests."""
         self._db.write(lambda db: db.execute("DELETE FROM arm_sessions WHERE session_id = ?", session_id))
 
     def counts(self, label: str) -> ArmCounts:
@@ -221,7 +221,7 @@ class ReleaseStore(LedgerConnection):
         )
 
     def ask(self, request: ReleaseRequest) -> int:
-        """Keep a person's request; returns its number."""
+        """Store a user's request; returns its number."""
         return self._db.write(lambda db: _ask(db, request))
 
     def requests(self, *, is_open: bool = False) -> tuple[ReleaseRequest, ...]:
@@ -231,11 +231,11 @@ class ReleaseStore(LedgerConnection):
         return tuple(request for row in selected if not (request := _request(row)).outcome or not is_open)
 
     def close_request(self, number: int, outcome: str) -> None:
-        """Note what became of a request."""
+        """Record the outcome of a request."""
         self._db.write(lambda db: _close(db, number, outcome))
 
     def load_checkpoint(self, number: int, checkpoint: str) -> None:
-        """Ask the trainer to go on with a checkpoint, for the proposal of that number, and close that."""
+        """Request the trainer to load a checkpoint for the proposal ``number``, and close the proposal."""
 
         def propose(db: Database) -> None:
             rows.set_fact(db, LOAD, json.dumps({"id": f"proposal-{number}", "checkpoint": checkpoint}))
@@ -244,7 +244,7 @@ class ReleaseStore(LedgerConnection):
         self._db.write(propose)
 
     def loads(self) -> LoadFacts:
-        """Loads of the trainer: is one pending, and what did the last one become."""
+        """Loads of the trainer: the pending one, and the result of the last one."""
         return self._db.read(_loads)
 
 
@@ -264,7 +264,7 @@ def _apply(db: Database, decision: ReleaseDecision, at: float, request: int | No
         _put(db, replace(move.release, state=to, stage=move.stage, since=at))
         _record(db, move, at)
     if decision.load is not None:
-        number = _next(db, "release_moves") - 1  # of the move that it belongs to: an id of its own
+        number = _next(db, "release_moves") - 1  # the number of its move is a unique id
         rows.set_fact(db, LOAD, json.dumps({"id": f"move-{number}", "version": decision.load}))
 
 
@@ -380,7 +380,7 @@ def _request(row: Row) -> ReleaseRequest:
 
 
 def finite(value: Json) -> Json:
-    """The value with numbers that JSON does not have as ``null``: an interval without an end."""
+    """The value with non-finite numbers, such as the end of an unbounded interval, as ``null``."""
     match value:
         case dict():
             return {key: finite(each) for key, each in value.items()}

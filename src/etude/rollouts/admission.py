@@ -1,6 +1,6 @@
 """Admission of rollout groups ahead of the trainer: the one rule that bounds staleness.
 
-Pure: counts in, a number of groups out. Legend: G rollouts per group, O maximal staleness, C concurrency, v the newest
+Pure: a number of groups from counts. Legend: G rollouts per group, O maximal staleness, C concurrency, v the newest
 weight version that every engine serves, P(c, j) the groups of class c in batch j, S(c, j) those of all batches before
 it. Classes are simulated groups and users' sessions (:mod:`etude.ledger.changes`). u(v) = v less the steps up to v that
 loaded weights instead of training on a batch.
@@ -10,11 +10,11 @@ loaded weights instead of training on a batch.
 
 (the admission gate of Fireworks' open recipe, counted in groups instead of rollouts; a group is admitted whole). With P
 groups in every batch S(j) = j·P. The window belongs to the run and is checked again by the ledger, in the transaction
-that admits: two processes may both have counted before either admits. Concurrency is each process's own.
+that admits, as two processes may count before either admits. Each process has its own concurrency.
 
-No trained token is staler than O, nothing waits for itself, and no simulated rollout is thrown away for being late: the
-proofs, and what they rest on, are in ``docs/control.md``. O = 0 is strictly synchronous: nothing is admitted for the
-next batch before this one's weights are served.
+No trained token is staler than O, there is no deadlock, and no simulated rollout is discarded for being late: the
+proofs and their assumptions are in ``docs/control.md``. O = 0 is strictly synchronous: nothing is admitted for the next
+batch before this one's weights are served.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ NOT_LIVE = LiveConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The groups of each class that batches are made of."""
+    """Number of groups of each class in each batch."""
 
     after: int
     """Batches before the first with a live session, of ``first`` simulated groups each."""
@@ -37,7 +37,7 @@ class BatchPlan:
     train: int
     """Simulated groups of each batch from then on."""
     live: int
-    """Live ones likewise."""
+    """Live groups of each batch from then on."""
 
     @classmethod
     def of(cls, rollouts: RolloutConfig, live: LiveConfig) -> Self:
@@ -68,12 +68,13 @@ class Admission:
         """Composition of batches."""
 
     def groups_needed(self, loads: int = 0, purpose: str = TRAIN) -> int:
-        """Groups of a class that the whole run trains on, if so many of its steps train on none."""
+        """Groups of a class that the whole run trains on, if ``loads`` of its steps train on none."""
         return self.plan.before(purpose, self._steps - loads)
 
     def window(self, version: int, loads: int = 0, purpose: str = TRAIN) -> int:
         """Groups of a class that may have been admitted, the dropped ones aside, while every engine serves ``version``,
-        up to which there were ``loads`` steps without a batch. Of a live session it is its own oldest version.
+        up to which there were ``loads`` steps without a batch. For a live session, ``version`` is its own oldest
+        version.
         """
         ahead = self.plan.before(purpose, version - loads + self._config.max_staleness + 1)
         return min(ahead, self.groups_needed(loads, purpose))

@@ -6,13 +6,13 @@
           │ └── a rollout still succeeded ─┘ └───── the probe failed ──────┘ │
           └──────────────────────── the probe succeeded ─────────────────────┘
 
-While machines are down, an attempt costs a slot one of its few tries and tells nothing new. So after a streak of
-failures nothing starts any more; one rollout at a time probes, after pauses that double, until one succeeds. An outage
-then costs attempts by its probes only, however many slots wait, and slots are not lost because they happened to wait.
-Only what may pass is counted here; a bug, or a contract that is broken, ends the process where it is raised.
+While machines are down, an attempt uses up one of a slot's few tries without new information. So after a streak of
+failures no rollout starts; one rollout at a time probes, after pauses that double, until one succeeds. An outage then
+only costs the attempts of its probes, however many slots wait, and no waiting slot is lost. Only transient failures are
+counted here; a bug or a broken contract ends the process where it is raised.
 
-Pure: outcomes and ``now`` (seconds) in, a verdict out. The thresholds are those of Fireworks' open recipe, which stops
-the whole run where this waits.
+Pure: a verdict from outcomes and ``now`` (seconds). The thresholds are those of Fireworks' open recipe, which stops the
+whole run in cases where this waits.
 """
 
 import math
@@ -24,19 +24,19 @@ from types import MappingProxyType
 from etude.backoff import Backoff
 
 STREAK = 5
-"""Failures in a row that open the circuit."""
+"""Consecutive failures that open the circuit."""
 WINDOW, WINDOW_FULL, WINDOW_SHARE = 20, 10, 0.5
-"""So do failures of this share of the last 20 attempts, once there were 10."""
+"""The circuit also opens if this share of the last 20 attempts failed, once there were 10."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 15.0
-"""Before a probe; doubles with each that fails."""
+"""First and longest pause before a probe; it doubles with each failed probe."""
 OUTAGE_SHARE = 0.1
-"""A pause may take this share of the outage so far, if that is longer: a day's outage costs a hundred probes, each an
-attempt of some slot, and is over a tenth later than it was.
+"""A pause may be as long as this share of the outage so far, if that is longer: a day's outage costs a hundred probes,
+each an attempt of a slot, and its end is noticed at most a tenth later.
 """
 FEWEST_PROBES = 5
-"""Failed ones before anything is given up: a process that was suspended through an outage has not tried yet."""
+"""Failed probes before giving up: a process that was suspended during an outage has not tried yet."""
 FIRST_OUTAGE_S = 60.0
-"""Longest outage of a process of which no rollout ever succeeded: more likely something was never right."""
+"""Longest outage of a process without any successful rollout: its configuration is probably wrong."""
 
 
 class Circuit(StrEnum):
@@ -57,13 +57,13 @@ CIRCUIT_MOVES: Mapping[Circuit, frozenset[Circuit]] = MappingProxyType(
         Circuit.PROBING: frozenset({Circuit.OPEN, Circuit.CLOSED}),
     }
 )
-"""State of a circuit → where it may go."""
+"""State of a circuit → its possible next states."""
 
 
 class Breaker:
     """Circuit breaker over attempts. It gives up after ``outage_s`` without a success; 0 for never.
 
-    ``worked``: something has succeeded before, in another process.
+    ``worked``: a rollout has succeeded before, in another process.
     """
 
     def __init__(self, outage_s: float, *, worked: bool = False) -> None:
@@ -71,7 +71,7 @@ class Breaker:
         self.until_s = 0.0
         """End of the pause, while open."""
         self.gave_up = False
-        """Nothing has succeeded for too long: it is not the tasks, it is the machines."""
+        """True if nothing has succeeded for too long: the machines are at fault, not the tasks."""
         self._outage_s = outage_s or math.inf
         self._failed: deque[bool] = deque(maxlen=WINDOW)
         self._streak = 0
@@ -81,17 +81,17 @@ class Breaker:
 
     @property
     def since_s(self) -> float | None:
-        """Time from which on nothing could be had any more; ``None`` while all is well."""
+        """Start of the current outage; ``None`` if there is none."""
         return self._opened_s
 
     def ask(self, now: float) -> Circuit:
-        """The circuit at ``now``: it begins to probe when its pause is over."""
+        """The circuit at ``now``: it starts to probe when its pause is over."""
         if self.circuit is Circuit.OPEN and now >= self.until_s:
             self._move(Circuit.PROBING)
         return self.circuit
 
     def succeeded(self) -> None:
-        """A rollout was graded: all that it takes is there."""
+        """Record a graded rollout: all its dependencies work."""
         self._ever_succeeded = True
         self.gave_up = False
         self._streak = self._failed_probes = 0
@@ -103,13 +103,13 @@ class Breaker:
         self._move(Circuit.CLOSED)
 
     def failed(self, now: float, *, probe: bool = False) -> None:
-        """A rollout failed by infrastructure; ``probe``: it was started to probe."""
+        """Record a rollout that failed because of infrastructure; ``probe``: it was a probe."""
         self._failed.append(True)
         self._streak += 1
         if self.circuit is Circuit.CLOSED and self._has_tripped():
             self._opened_s = now
             self._open(now)
-        elif self.circuit is Circuit.PROBING and probe:  # any other was under way when the circuit opened
+        elif self.circuit is Circuit.PROBING and probe:  # any other was in progress when the circuit opened
             assert self._opened_s is not None, "who probes has opened"
             self._failed_probes += 1
             outage_limit_s = self._outage_s if self._ever_succeeded else min(self._outage_s, FIRST_OUTAGE_S)

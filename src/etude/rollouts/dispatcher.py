@@ -8,7 +8,7 @@
   version being served
 - produces: groups and ended rollouts in the ledger, one ``GroupAdmitted`` event per group, one
   ``RolloutClosed`` per attempt
-- waits for: a place in the staleness window and in the concurrency limit; rollouts, each of which is bounded
+- waits for: room in the staleness window and in the concurrency limit; rollouts, each of which is bounded
 - woken by: the end of a rollout; another weight version that is served; every ``LOOK_S``, because other
   rollouts processes may fill the same groups, or die and leave slots behind
 - on shutdown: cancels all rollouts, closes their sessions and sandboxes. Nothing is recorded about them, so the next
@@ -32,21 +32,20 @@ from etude.telemetry.log import EventLog
 from etude.types import Task
 
 POLL_S = 0.02
-"""Interval at which the served weight version is looked at where nothing tells of another one; far below the time of a
-rollout.
+"""Interval at which the served weight version is polled if changes are not announced; far below the
+time of a rollout.
 """
 LOOK_S = 2.0
-"""Longest delay until slots that other rollouts processes filled, or left behind, are noticed."""
+"""Longest delay until slots filled or left behind by other rollouts processes are noticed."""
 TRAIN_TEMPERATURE = 1.0
-"""The policy gradient holds for samples of the policy itself."""
+"""The policy gradient is only valid for samples of the policy itself."""
 
 
 class Dispatcher:
     """Schedules the rollouts of one run.
 
-    ``draw`` gives the training task at a position of the training data. ``serving_version`` says which weight version
-    every engine serves at least, right now; staleness is bounded against that number, so it must never be ahead of an
-    engine.
+    ``draw`` returns the training task at a position of the training data. ``serving_version`` returns the weight
+    version that every engine serves at least; staleness is bounded against it, so it must never be ahead of an engine.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Dispatcher:
         self._version_changed = context.version_changed or self._poll_version
 
     async def train(self, steps: int, live: LiveConfig = NOT_LIVE) -> None:
-        """Fill the groups of ``steps`` optimiser steps, but for users' sessions; return when all are complete."""
+        """Fill the groups of ``steps`` optimiser steps, except users' sessions; return when all are complete."""
         admission, version, loads = Admission(self._config, steps=steps, live=live), -1, 0
         async with (
             self._runner(TRAIN, TRAIN_TEMPERATURE) as runner,
@@ -90,8 +89,8 @@ class Dispatcher:
     async def evaluate(self, label: str, tasks: Sequence[Task], *, temperature: float) -> list[float]:
         """Try each task once and return the rewards in order of tasks.
 
-        Goes on where an interrupted evaluation of the same ``label`` stopped. Tasks whose every attempt failed by
-        infrastructure have no reward and are absent; they are counted as dropped in the ledger.
+        Continues an interrupted evaluation of the same ``label``. Tasks whose every attempt failed because of
+        infrastructure have no reward and are absent; the ledger counts them as dropped.
         """
         for task in tasks[self._ledger.progress(label).admitted :]:
             version = self._serving_version()
@@ -105,7 +104,7 @@ class Dispatcher:
         return self._ledger.rewards(label)
 
     async def _follow_version(self, runner: RolloutRunner) -> NoReturn:
-        """Wake a runner whenever another version is served."""
+        """Wake a runner whenever the served version changes."""
         while True:
             await self._version_changed(self._serving_version())
             runner.wake()
@@ -125,7 +124,9 @@ class Dispatcher:
         )
 
     def _admit(self, admission: Admission, runner: RolloutRunner, *, admitted: int, version: int, loads: int) -> None:
-        """Let in as many groups as may; the ledger has the last word, as other processes may admit at the same time."""
+        """Admit as many groups as allowed; the ledger decides finally, as other processes may admit at the
+        same time.
+        """
         number = admission.groups_to_admit(version=version, admitted=admitted, in_flight=len(runner), loads=loads)
         for _ in range(number):
             slots = self._ledger.admit_next(

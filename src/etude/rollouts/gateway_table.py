@@ -1,12 +1,12 @@
-"""Gateways of a run as rollouts see them: which gets the next session, and which weight version all serve. Pure.
+"""Gateways of a run as rollouts see them: the choice for the next session, and the weight version that all serve. Pure.
 
     polls ──heard, silent──▶ GatewayTable ──choose──▶ gateway of a new session
     sessions ─opened, closed─▶    │
                                   └─version─▶ admission
 
-Of gateways that answer, the one with the fewest open sessions of ours gets the next, and of equal ones the one whose
-turn it is. One that does not answer is left out until it does; where none answers, they are tried all the same.
-Admission counts the lowest version of those that answer, which are those that sessions go to: see docs/control.md.
+The answering gateway with the fewest open sessions of this process gets the next session; ties are resolved in turn. A
+gateway that does not answer is excluded until it does; if none answers, all are tried anyway. Admission uses the lowest
+version of the answering gateways, which are those that get sessions: see docs/control.md.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,7 +17,7 @@ from typing import final
 from etude.errors import EngineUnavailable
 
 UNHEARD = -1
-"""The version before any gateway has named one."""
+"""The version before any gateway has reported one."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -28,9 +28,9 @@ class _GatewayRecord:
     """The lowest weight version that its engines serve."""
     answers: bool = False
     sessions: int = 0
-    """Open ones of this process."""
+    """Open sessions of this process."""
     chosen: int = 0
-    """Grows with each choice of any gateway: the lower, the longer ago this one was chosen."""
+    """Number of the last choice of this gateway: the lower, the longer ago."""
 
 
 @final
@@ -38,7 +38,7 @@ class GatewayTable:
     """The gateways of a run, by URL."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        """``urls`` are the first gateways; those of a region may be unknown yet."""
+        """``urls`` are the first gateways; in a region they may be unknown at first."""
         self._gateways: dict[str, _GatewayRecord] = {}
         self._choices = count(1)
         self._version = UNHEARD
@@ -51,18 +51,18 @@ class GatewayTable:
 
     @property
     def version(self) -> int:
-        """The lowest version of gateways that answer; the last one known while none does."""
+        """The lowest version of gateways that answer; the last known one while none does."""
         return self._version
 
     def follow(self, urls: Sequence[str]) -> None:
-        """Take these for the gateways from now on; of one that stays, what is known is kept."""
+        """Replace the list of gateways; those that stay keep their state."""
         before = self._gateways
         self._gateways = {url: before.get(url) or _GatewayRecord() for url in (each.rstrip("/") for each in urls)}
 
     def choose(self, avoid: Collection[str] = ()) -> str:
-        """The gateway for a new session; those of ``avoid`` only where there is no other.
+        """The gateway for a new session; one of ``avoid`` only if there is no other.
 
-        Raises :class:`~etude.errors.EngineUnavailable` where none is known.
+        Raises :class:`~etude.errors.EngineUnavailable` if none is known.
         """
         if not self._gateways:
             raise EngineUnavailable("no gateway is known yet")
@@ -76,24 +76,24 @@ class GatewayTable:
         return url
 
     def opened(self, url: str) -> None:
-        """A session was opened there."""
+        """Record a session opened at a gateway."""
         if url in self._gateways:
             self._gateways[url].sessions += 1
 
     def closed(self, url: str) -> None:
-        """A session there is over, however it ended."""
+        """Record the end of a session at a gateway."""
         if url in self._gateways:
             self._gateways[url].sessions -= 1
 
     def heard(self, url: str, version: int) -> None:
-        """A gateway answered: all its engines in reach serve ``version`` or a later one."""
+        """Record an answer: all reachable engines of the gateway serve ``version`` or a later one."""
         if url in self._gateways:
             gateway = self._gateways[url]
             gateway.version, gateway.answers = version, True
             self._count()
 
     def silent(self, url: str) -> None:
-        """A gateway did not answer, or has no engine: it gets no sessions until it is heard again."""
+        """Record that a gateway did not answer or has no engine: it gets no sessions until its next answer."""
         if url in self._gateways:
             self._gateways[url].answers = False
             self._count()

@@ -1,19 +1,18 @@
-"""Sessions in several regions: each is opened where the table of regions says, and ended where it was opened.
+"""Sessions in several regions: the table of regions decides where each is opened, and it ends in the same region.
 
-    open(min_version) ──▶ Regions.choose ──▶ the region's own sessions        none may have it yet: wait for a change
+    open(min_version) ──▶ Regions.choose ──▶ the region's own sessions        no region is eligible: wait for a change
 
 - consumes: reports of regions (:meth:`RegionalSessions.report`, :meth:`RegionalSessions.lose`)
 - produces: sessions, each of one region; events that say how regions are used
 - waits for: a region that may have the session, as long as the caller waits
 - woken by: a report that changes something, a session that ends, a region that is lost; every ``LOOK_S`` while one has
-  no place or its region is away, as waits end by time alone
-- on shutdown: nothing is left to do; sessions are their openers'
+  no place or its region is away, as waits also end by time
+- on shutdown: nothing to do; sessions belong to their openers
 
-The decision is :mod:`etude.fleet.regions`'s. A region that cannot be reached is left out, and the session opened
-elsewhere; it is back with its next report. A session there soon begins again elsewhere, as long as there are places
-that nobody needs: steps wait for it. Where there are none, to begin again takes a place from others, and it is waited
-for as long as it had been open: then waiting has cost what beginning again would have (ski rental: at most twice the
-cost of who knew the outage's end).
+:mod:`etude.fleet.regions` decides. An unreachable region is excluded until its next report, and sessions are opened
+elsewhere. An existing session there is soon restarted elsewhere if there is spare capacity, since steps wait for it.
+Without spare capacity, a restart takes a place from others, so the wait lasts as long as the session had been open:
+then waiting has cost as much as a restart (ski rental: at most twice the cost with knowledge of the outage's end).
 """
 
 import asyncio
@@ -31,11 +30,11 @@ from etude.telemetry.log import EventLog
 from etude.types import Turn
 
 WRITE_S = 10.0
-"""Between two events that say how regions are used."""
+"""Interval of events about the use of regions."""
 LOOK_S = 0.5
-"""Longest pause before a session that no region may have is asked for again."""
+"""Longest pause before the next attempt to open a session without an eligible region."""
 LEAST_WAIT_S = 3.0
-"""Shortest outage of a region for which a session is given up."""
+"""Shortest outage of a region after which a session is given up."""
 
 
 @final
@@ -49,18 +48,18 @@ class RegionalSessions:
         clock: Clock,
         events: EventLog | None = None,
     ) -> None:
-        """``events`` is where the use of regions is written down, for people."""
+        """``events`` records the use of regions, for display."""
         self._regions = regions
         self._openers = dict(openers)
         self._clock = clock
         self._region_of: dict[str, str] = {}  # session → region, of those that are open
         self._opened_s: dict[str, float] = {}
-        self._lost_s: dict[str, float] = {}  # region → since when it is out of reach
-        self._moving = 0  # sessions that were given up and have not been opened elsewhere yet
+        self._lost_s: dict[str, float] = {}  # region → time since which it is unreachable
+        self._moving = 0  # sessions given up and not reopened elsewhere yet
         self._events = events
         self._written_s = clock.now()
         self._written: dict[str, tuple[int, int]] = {}  # region → sessions and bytes, as of its last event
-        self._shared: dict[str, int] = {}  # session → turns that are its parent's, of those that forked
+        self._shared: dict[str, int] = {}  # forked session → number of its parent's turns
         self._payload_bytes: Counter[str] = Counter()
         self._versions: dict[str, RegionReport] = {}
         self._changed = asyncio.Event()
@@ -72,12 +71,12 @@ class RegionalSessions:
         return self._regions.heard
 
     async def version_changed(self, version: int) -> None:
-        """Wait until rollouts may be admitted at another version than ``version``."""
+        """Wait until rollouts may be admitted at a version other than ``version``."""
         while self.heard == version:
             await self._changed.wait()
 
     def report(self, region: str, report: RegionReport) -> None:
-        """A region said how it is."""
+        """Process the report of a region."""
         now = self._clock.now()
         self._lost_s.pop(region, None)
         self._regions.report(region, report, now)
@@ -88,7 +87,7 @@ class RegionalSessions:
             self._wake()
 
     def lose(self, region: str) -> None:
-        """A region could not be reached."""
+        """Record that a region could not be reached."""
         self._regions.lose(region)
         if region not in self._lost_s:
             self._lost_s[region] = self._clock.now()
@@ -98,7 +97,7 @@ class RegionalSessions:
             self._wake()
 
     def write_events(self) -> None:
-        """Write down how each region was used since the last time."""
+        """Write events about the use of each region since the last call."""
         if self._events is None:
             return
         self._written_s = self._clock.now()
@@ -118,7 +117,7 @@ class RegionalSessions:
             )
 
     async def open(self, *, min_version: int | None = None) -> Session:
-        """Start a session in a region that serves ``min_version``; waits until one may have it."""
+        """Start a session in a region that serves ``min_version``; waits until one is eligible."""
         while True:
             region = await self._choose(-1 if min_version is None else min_version)
             try:
@@ -136,7 +135,7 @@ class RegionalSessions:
                 return session
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
-        """Start a session that begins as another one, in its region. Raises as the region's sessions do."""
+        """Start a copy of a session in its region. Raises as the region's sessions do."""
         region = self._require(session_id)
         session, turns = await self._openers[region].fork(session_id)
         self._regions.add(region)
@@ -146,7 +145,7 @@ class RegionalSessions:
         return session, turns
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
-        """End a session and hand over its turns. Raises as the region's sessions do; its place is free either way."""
+        """End a session and return its turns. Raises as the region's sessions do; its place is released in any case."""
         region, shared = self._require(session_id), self._shared.get(session_id, 0)
         try:
             turns = await self._openers[region].close(session_id)
@@ -156,8 +155,8 @@ class RegionalSessions:
         return turns
 
     async def discard(self, session_id: str) -> None:
-        """End a session without its turns; one of a region out of reach expires there by itself, and nobody waits for
-        that. Raises like :meth:`close`.
+        """End a session without its turns; in an unreachable region it expires by itself, without waiting. Raises like
+        :meth:`close`.
         """
         region = self._require(session_id)
         timeout_s = 0.0 if region in self._lost_s else None
@@ -169,8 +168,8 @@ class RegionalSessions:
             self._ended(session_id)
 
     async def lost(self, session_id: str) -> NoReturn:
-        """Raise :class:`~etude.errors.SessionLost` once its region has been away for so long that it is better begun
-        again elsewhere.
+        """Raise :class:`~etude.errors.SessionLost` once its region has been unavailable for so long that a restart
+        elsewhere is better.
         """
         region, opened_s = self._require(session_id), self._opened_s[session_id]
         while True:
@@ -203,6 +202,6 @@ class RegionalSessions:
         self._wake()
 
     def _wake(self) -> None:
-        """Let all that wait look again."""
+        """Wake all waiting calls."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -5,9 +5,9 @@
                           └──────────────────────┘        no attempt left: the slot is lost; where half its group is,
                                                           the group is dropped and its other rollouts are cancelled
 
-Where rollouts branch, a bundle of slots starts with one of them, the parent: the others wait until it forks and go on
-from there, or take its record where it ended before. A parent that fails before it forked is tried again, and they
-with it; a fork that fails is tried again as a rollout of its own.
+If rollouts branch, a bundle of slots starts with one of them, the parent: the others wait until it forks and continue
+from there, or copy its record if it ended before. A parent that fails before its fork is retried, and the others wait
+for it; a failed fork is retried as a separate rollout.
 
 - consumes: slots to fill
 - produces: ended rollouts and lost slots in the ledger, one ``RolloutClosed`` event per attempt
@@ -16,8 +16,8 @@ with it; a fork that fails is tried again as a rollout of its own.
 - woken by: the end of an attempt, the end of a pause; :meth:`RolloutRunner.wake`
 - on shutdown: cancels all attempts and waits for them to clean up, at most ``CLEANUP_S``
 
-Every decision is :mod:`etude.rollouts.schedule`'s and :mod:`etude.rollouts.branching`'s. Does not own which slots to
-launch (:mod:`etude.rollouts.dispatcher`) or what counts as a failure (:mod:`etude.rollouts.worker`).
+:mod:`etude.rollouts.schedule` and :mod:`etude.rollouts.branching` make all decisions. :mod:`etude.rollouts.dispatcher`
+chooses the slots to launch, :mod:`etude.rollouts.worker` defines failures.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ from etude.telemetry.log import EventLog
 from etude.types import Branch, Disposition, PayloadRef, Rollout, RolloutStatus, Task, Verdict
 
 CLEANUP_S = 60.0
-"""For cancelled attempts to close their sessions and sandboxes, each of which has a bound of its own, below this."""
+"""Time for cancelled attempts to close their sessions and sandboxes, each of which has its own, lower limit."""
 WRITERS = 16
-"""Rollouts whose turns are stored at a time."""
+"""Number of rollouts whose turns are stored concurrently."""
 
 
 class RolloutRunner:
@@ -93,7 +93,7 @@ class RolloutRunner:
         self._closing = True
         running = list(self._attempts.values())
         for attempt in running:
-            if not attempt.cancelling():  # a second cancel would interrupt its closing
+            if not attempt.cancelling():  # a second cancel would interrupt its cleanup
                 attempt.cancel()
         running += self._starts.close_waiting()
         if running:
@@ -101,7 +101,7 @@ class RolloutRunner:
         self._writers.shutdown(wait=False)
 
     def __len__(self) -> int:
-        """Slots that are running, or waiting for their next attempt or for their parent to fork."""
+        """Number of slots that run or wait for their next attempt or for their parent to fork."""
         return len(self._schedule) + len(self._bundles)
 
     def __contains__(self, slot: OpenSlot) -> bool:
@@ -109,18 +109,17 @@ class RolloutRunner:
         return slot in self._schedule or slot in self._bundles
 
     def launch(self, slots: Iterable[OpenSlot]) -> None:
-        """Take over slots; those whose attempts a predecessor used up are lost, and their group may be with them."""
+        """Add slots; those whose attempts were used up by a previous process are lost, possibly with their group."""
         self._start(self._bundles.admit(slots))
 
     def wake(self) -> None:
-        """End the turn under way, or the next one: something else has changed."""
+        """End the current or the next turn, because something else has changed."""
         self._changed.set()
 
     async def turn(self, timeout_s: float) -> None:
         """Start what is due, then wait until something ends or :meth:`wake` is called, at most ``timeout_s``.
 
-        Raises what a rollout raised: that is a bug, or :class:`~etude.errors.UserError` when nothing has succeeded for
-        too long.
+        Raises a rollout's error: a bug, or :class:`~etude.errors.UserError` when nothing has succeeded for too long.
         """
         now = self._context.clock.now()
         for slot in self._schedule.due(now):
@@ -167,13 +166,13 @@ class RolloutRunner:
             self._after_attempt(slot, rollout, due)
 
     async def _stow(self, rollout: Rollout) -> PayloadRef | None:
-        """Store the turns of an ended rollout before a row names them; the event loop goes on meanwhile."""
+        """Store the turns of an ended rollout before a row refers to them, without blocking the event loop."""
         if not (self._ledger.turns.payloads and rollout.turns):
             return None
         return await asyncio.get_running_loop().run_in_executor(self._writers, self._ledger.turns.stow, rollout)
 
     def _fork_spec(self, slot: OpenSlot, rollout_id: str) -> ForkSpec | None:
-        """The fork that a slot's rollout has to make for those that wait for it; ``None`` where none do."""
+        """The fork that a slot's rollout must make for waiting slots; ``None`` if none wait."""
         count = self._bundles.waiting_for(slot)
         if self._branching is None or not count:
             return None
@@ -181,14 +180,14 @@ class RolloutRunner:
         return ForkSpec(rollout_id=rollout_id, point=point, count=count, start_forks=start_forks)
 
     def _start_forks(self, parent: OpenSlot, starts: Sequence[RolloutStart]) -> None:
-        """Let the slots that waited for a parent go on from where it has forked."""
+        """Start the slots that waited for a parent from its fork point."""
         slots = self._bundles.release(parent)
         self._start(slots)
         self._starts.put([slot for slot in slots if slot in self._schedule], starts)
         self._changed.set()
 
     def _after_attempt(self, slot: OpenSlot, rollout: Rollout, due: int | None) -> None:
-        """Tell the schedule how an attempt ended; ``due`` is the next one, if the slot needs it."""
+        """Record the end of an attempt in the schedule; ``due`` is the next one, if the slot needs it."""
         if rollout.status is RolloutStatus.GRADED:
             self._schedule.graded(slot)
         elif due is None:
@@ -203,7 +202,7 @@ class RolloutRunner:
             )
 
     def _report_outage(self, rollout: Rollout) -> None:
-        """Report, now and then, what rollouts wait for and since when, and that it is over."""
+        """Report at intervals the cause and start of an outage, and its end."""
         now_s, since_s = self._context.clock.now(), self._schedule.breaker.since_s
         if since_s is None and self._reported_s > -math.inf:
             self._reported_s = -math.inf
@@ -240,7 +239,7 @@ class RolloutRunner:
         error: BaseException | None = None
         if not attempt.cancelled():
             error = attempt.exception()
-        elif not self._closing and slot in self._schedule:  # it would stay open, and be waited for, for ever
+        elif not self._closing and slot in self._schedule:  # it would stay open and block forever
             error = RuntimeError(
                 f"a rollout of group {slot.group_index} was cancelled, and not by us: run again to fill its slot"
             )
@@ -249,7 +248,7 @@ class RolloutRunner:
 
 
 class _RolloutStarts:
-    """Starts of forks that do not run yet; those that no slot takes are closed."""
+    """Starts of forks that do not run yet; unused ones are closed."""
 
     def __init__(self, context: RolloutContext) -> None:
         self._context = context
@@ -257,7 +256,7 @@ class _RolloutStarts:
         self._closings: set[asyncio.Task[None]] = set()  # the loop itself has no strong reference to them
 
     def put(self, slots: Sequence[OpenSlot], starts: Sequence[RolloutStart]) -> None:
-        """Assign one to each slot; those that are left over are closed."""
+        """Assign one start to each slot; the remaining ones are closed."""
         self._waiting |= {place_of(slot): start for slot, start in zip(slots, starts, strict=False)}
         for start in starts[len(slots) :]:
             self._close(start)
@@ -267,7 +266,9 @@ class _RolloutStarts:
         return self._waiting.pop(place_of(slot), None)
 
     def close_waiting(self, group_index: int | None = None) -> list[asyncio.Task[None]]:
-        """Close the starts of one group, or of all, whose slots will not run any more; returns all under way."""
+        """Close the starts of one group, or of all, whose slots will not run any more; returns all closings in
+        progress.
+        """
         for place in [place for place in self._waiting if group_index in (None, place[0])]:
             self._close(self._waiting.pop(place))
         return list(self._closings)
@@ -292,7 +293,7 @@ def _dropped(slot: OpenSlot, rollout_id: str) -> Rollout:
 
 
 def _copied(rollout: Rollout, slot: OpenSlot) -> Rollout:
-    """A rollout that ended before it was to fork, as the record of a slot that was to fork off it."""
+    """The record of a waiting slot, copied from a parent that ended before its fork."""
     return replace(
         rollout,
         rollout_id=uuid4().hex,

@@ -6,11 +6,11 @@
            │ the pause is over   failed │ │ └─ failed, no attempt left ─▶ LOST
         BACKING_OFF ◀───────────────────┘ └─── its group was dropped ──▶ ABANDONED ◀── (from WAITING, BACKING_OFF)
 
-Owns the order in which slots start, their attempts and pauses. The oldest group goes first, retries included: batches
-are formed in admission order, so later ones can wait, and none waits for ever. Does not own what an
-attempt is (:mod:`etude.rollouts.worker`), how many groups there are (:mod:`etude.rollouts.admission`) or when machines
-are down (:mod:`etude.rollouts.breaker`). No clock, no I/O: facts and ``now`` (seconds) in, decisions out. No decision
-walks all slots: each costs the logarithm of their number, and what it returns.
+This module owns the start order of slots, their attempts and pauses. The oldest group goes first, including retries:
+batches are formed in admission order, so later groups can wait, and none waits forever. Attempts are in
+:mod:`etude.rollouts.worker`, the number of groups in :mod:`etude.rollouts.admission`, outages in
+:mod:`etude.rollouts.breaker`. No clock and no I/O: facts and ``now`` (seconds) are arguments. No decision visits all
+slots: each costs the logarithm of their number plus the size of its result.
 """
 
 import heapq
@@ -25,17 +25,17 @@ from etude.ledger.ledger import OpenSlot
 from etude.rollouts.breaker import Breaker, Circuit
 
 PAUSES = Backoff(first_s=1.0, longest_s=8.0)
-"""Before attempts 1, 2, …: long enough in sum for a dead process to be restarted."""
+"""Pauses before attempts 1, 2, …: together long enough for the restart of a dead process."""
 
 Place: TypeAlias = tuple[int, int]
-"""A slot's group and its number there: unique within a purpose, and in order of age."""
+"""A slot's group and its number there: unique within a purpose, and ordered by age."""
 
 
 class SlotPhase(StrEnum):
     """State of a slot between its opening and its reward."""
 
     WAITING = "waiting"
-    """For a place to run in."""
+    """Waits for a free place to run."""
     RUNNING = "running"
     BACKING_OFF = "backing_off"
     """Its last attempt failed; the next one is not due."""
@@ -56,7 +56,9 @@ SLOT_MOVES: Mapping[SlotPhase, frozenset[SlotPhase]] = MappingProxyType(
         SlotPhase.ABANDONED: frozenset(),
     }
 )
-"""State of a slot → where it may go. One that waits is lost at once if a predecessor used up its attempts."""
+"""State of a slot → its possible next states. A waiting slot is lost at once if a previous process used up its
+attempts.
+"""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,7 +69,7 @@ class _ScheduledSlot:
     state: SlotPhase = SlotPhase.WAITING
 
     def move(self, state: SlotPhase) -> None:
-        """Go to another state; only moves in ``SLOT_MOVES`` exist."""
+        """Change to another state, as ``SLOT_MOVES`` allows."""
         assert state in SLOT_MOVES[self.state], f"a slot went from {self.state} to {state}"
         self.state = state
 
@@ -75,23 +77,23 @@ class _ScheduledSlot:
 class Schedule:
     """The slots of one purpose that this process holds.
 
-    After every call that changes something, and at :meth:`next_time`, ask :meth:`due` what to start.
+    After every change, and at :meth:`next_time`, call :meth:`due` for the slots to start.
     """
 
     def __init__(self, *, concurrency: int, max_attempts: int, outage_s: float, worked: bool = False) -> None:
         self.breaker = Breaker(outage_s, worked=worked)
         self._concurrency = concurrency
         self._max_attempts = max_attempts
-        self._entries: dict[Place, _ScheduledSlot] = {}  # those that have not ended
+        self._entries: dict[Place, _ScheduledSlot] = {}  # slots that have not ended
         self._groups: dict[int, dict[Place, None]] = {}  # the same, by group, in the order in which they came
         self._running = 0
-        self._probe: Place | None = None  # the slot that runs to see whether anything can
+        self._probe: Place | None = None  # the slot that runs as a probe
         self._waiting: list[list[Place]] = [[] for _ in range(max_attempts)]
-        """A heap for each number of failed attempts; it may hold places that wait no more."""
+        """A heap for each number of failed attempts; it may contain places that no longer wait."""
         self._pauses: list[tuple[float, Place]] = []  # a heap, likewise
 
     def __len__(self) -> int:
-        """Slots that have not ended."""
+        """Number of slots that have not ended."""
         return len(self._entries)
 
     def __contains__(self, slot: OpenSlot) -> bool:
@@ -100,11 +102,11 @@ class Schedule:
 
     @property
     def running(self) -> int:
-        """Slots that run."""
+        """Number of running slots."""
         return self._running
 
     def add(self, slot: OpenSlot) -> SlotPhase:
-        """Take a slot in hand: WAITING, or LOST if its attempts were used up before."""
+        """Add a slot; returns WAITING, or LOST if its attempts were used up before."""
         place = place_of(slot)
         assert place not in self._entries, f"slot {place} was launched twice"
         entry = self._entries[place] = _ScheduledSlot(slot=slot)
@@ -115,7 +117,7 @@ class Schedule:
         return entry.state
 
     def due(self, now: float) -> list[OpenSlot]:
-        """Slots to start now, oldest first; they run from here on."""
+        """Slots to start now, oldest first; they count as running from now on."""
         while self._pauses and self._pauses[0][0] <= now:
             _, place = heapq.heappop(self._pauses)
             if self._state(place) is SlotPhase.BACKING_OFF:
@@ -131,12 +133,14 @@ class Schedule:
                 return [self._start(place) for place in self._oldest(self._concurrency - self._running)]
 
     def graded(self, slot: OpenSlot) -> None:
-        """A running slot has its reward."""
+        """Record the reward of a running slot."""
         self._end(place_of(slot), SlotPhase.GRADED)
         self.breaker.succeeded()
 
     def failed(self, slot: OpenSlot, *, due: int, now: float) -> SlotPhase:
-        """An attempt of a running slot failed, and attempt ``due`` is next: BACKING_OFF, or LOST if it may not be."""
+        """Record a failed attempt of a running slot, with ``due`` as its next attempt; returns BACKING_OFF, or LOST if
+        no attempts are left.
+        """
         place = place_of(slot)
         self.breaker.failed(now, probe=place == self._probe)
         if due >= self._max_attempts:
@@ -149,7 +153,7 @@ class Schedule:
         return entry.state
 
     def abandon(self, group_index: int) -> list[Place]:
-        """A group was dropped: none of its slots runs any more. Returns those that did, to be cancelled."""
+        """Abandon the slots of a dropped group; returns the running ones, to be cancelled."""
         places = list(self._groups.get(group_index, ()))
         running = [place for place in places if self._entries[place].state is SlotPhase.RUNNING]
         for place in places:
@@ -157,7 +161,7 @@ class Schedule:
         return running
 
     def next_time(self) -> float | None:
-        """When :meth:`due` has something to say even if nothing ends meanwhile."""
+        """Next time at which :meth:`due` may return slots even if no rollout ends before."""
         while self._pauses and self._state(self._pauses[0][1]) is not SlotPhase.BACKING_OFF:
             heapq.heappop(self._pauses)
         times = [self._pauses[0][0]] if self._pauses else []
@@ -188,7 +192,7 @@ class Schedule:
             self._probe = None
 
     def _oldest(self, number: int) -> Iterator[Place]:
-        """Up to ``number`` waiting slots, oldest first, off their heaps."""
+        """Pop up to ``number`` waiting slots from their heaps, oldest first."""
         for _ in range(number):
             heaps = [heap for heap in self._waiting if self._has_waiting(heap)]
             if not heaps:
@@ -196,8 +200,8 @@ class Schedule:
             yield heapq.heappop(min(heaps, key=lambda heap: heap[0]))
 
     def _next_probe(self) -> list[Place]:
-        """The slot that probes, unless one does: that with the fewest attempts, so that a task that fails by itself
-        cannot pass for an outage.
+        """The next slot to probe, unless one is probing: the one with the fewest attempts, so that a faulty task does
+        not look like an outage.
         """
         if self._probe is not None:
             return []
@@ -208,7 +212,7 @@ class Schedule:
         return [self._probe]
 
     def _has_waiting(self, heap: list[Place]) -> bool:
-        """Say whether a slot of a heap waits: then it is the first one, as those before it are taken off."""
+        """Report whether a heap has a waiting slot; removes outdated entries, so that it is the first one."""
         while heap and self._state(heap[0]) is not SlotPhase.WAITING:
             heapq.heappop(heap)
         return bool(heap)

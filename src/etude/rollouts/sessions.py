@@ -2,12 +2,13 @@
 
 POST   /sessions         admin key   → {"session_id", "api_key", "base_url", "turns"}    base_url: below the gateway's
          {"min_version": n}: no older weights answer its calls
-         {"fork_of": session_id}: one that begins as another one, with its turns so far
+         {"fork_of": session_id}: a copy of another one, with its turns so far
 DELETE /sessions/{id}    admin key   → its turns as :mod:`etude.ledger.turns` writes them, application/octet-stream
 
-A session is opened at the gateway that :class:`~etude.rollouts.gateway_table.GatewayTable` chooses, which alone has
-its turns: there it is forked and closed. Owns the retries while a gateway restarts. Repeating either is safe: a session
-whose opening was lost on its way expires in the gateway, and one that was closed but whose turns were lost is lost.
+A session is opened at the gateway that :class:`~etude.rollouts.gateway_table.GatewayTable` chooses, which alone has its
+turns: it is forked and closed there. This module owns the retries while a gateway restarts. Repeating a request is
+safe: a session whose opening answer was lost expires in the gateway, and a session that was closed but whose turns were
+lost in transit is lost.
 """
 
 import asyncio
@@ -29,21 +30,21 @@ from etude.types import Turn
 Body: TypeAlias = Mapping[str, str | int] | None
 """A JSON object, or nothing."""
 REASON_CHARS = 200
-"""Length of an error body that is quoted."""
+"""Maximum quoted length of an error body."""
 BUSY = (429, 502, 503, 504)
-"""Statuses that mean: later."""
+"""HTTP statuses for which a request is retried."""
 RETRY_PAUSES_S = (0.1, 0.2, 0.4, 0.8)
-"""Between two tries; the last one repeats."""
+"""Pauses between two attempts; the last one repeats."""
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
-"""The deadline is ours."""
+"""No timeout of aiohttp: this module sets the deadline."""
 ONE_OF_SEVERAL = aiohttp.ClientTimeout(total=10.0)
-"""For opening a session: one of several gateways that stands still must not hold up what another could have."""
+"""Timeout for opening a session: if one of several gateways hangs, another one is tried."""
 
 
 class GatewaySessions:
     """Opens and closes sessions of the gateways of ``table``; ``http`` belongs to the caller.
 
-    ``timeout_s`` is how long either may take while gateways are down or busy: longer than a restart, or each restart
+    ``timeout_s`` is the time limit while gateways are down or busy: longer than a restart, as otherwise each restart
     would use up the attempts of every rollout that starts meanwhile.
     """
 
@@ -58,7 +59,7 @@ class GatewaySessions:
         self._gateways: dict[str, str] = {}  # session → its gateway
 
     async def open(self, *, min_version: int | None = None) -> Session:
-        """Start a session; no weights older than ``min_version`` answer its calls.
+        """Start a session whose calls are not answered by weights older than ``min_version``.
 
         Raises :class:`~etude.errors.EngineUnavailable`.
         """
@@ -75,9 +76,11 @@ class GatewaySessions:
         return self._session(url, orjson.loads(answer))
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
-        """Start a session that begins as another one, and with how many turns. Its first calls must be that one's.
+        """Start a session that copies another one; returns it with the number of copied turns. Its first calls must be
+        the same as the original's.
 
-        Raises :class:`~etude.errors.SessionLost` when that is not known (any more), ``EngineUnavailable``.
+        Raises :class:`~etude.errors.SessionLost` if the original is unknown, perhaps no longer known,
+        ``EngineUnavailable``.
         """
         url, answer = await self._call("POST", self._home(session_id), "/sessions", {"fork_of": session_id})
         fields = orjson.loads(answer)
@@ -95,7 +98,7 @@ class GatewaySessions:
             raise SessionLost(f"the turns of session {session_id} came damaged: {error}") from error
 
     async def discard(self, session_id: str) -> None:
-        """End a session without its turns; requested once, since one that is left over expires.
+        """End a session without its turns; requested once, since a leftover session expires.
 
         Raises like :meth:`close`.
         """
@@ -107,7 +110,7 @@ class GatewaySessions:
             raise answer
 
     async def lost(self, session_id: str) -> NoReturn:
-        """Never: a gateway of this machine is started again, and knows its sessions."""
+        """Never returns: a gateway of this machine is restarted and still knows its sessions."""
         await never()
 
     def _session(self, gateway: str, fields: Mapping[str, str]) -> Session:
@@ -117,7 +120,7 @@ class GatewaySessions:
         return Session(session_id=session_id, base_url=gateway + fields["base_url"], api_key=fields["api_key"])
 
     def _home(self, session_id: str) -> Callable[[], str]:
-        """The gateway that has a session; of an unknown one, any is asked, which does not know it either."""
+        """The gateway that has a session; for an unknown session, any gateway, which does not know it either."""
         gateway = self._gateways.get(session_id)
         return lambda: gateway or self._table.choose()
 
@@ -134,7 +137,7 @@ class GatewaySessions:
         body: Body = None,
         timeout: aiohttp.ClientTimeout = NO_TIMEOUT,
     ) -> tuple[str, bytes]:
-        """An answer, and the gateway that gave it; ``gateway`` says for each try which one is asked."""
+        """Send a request; returns the answer and its gateway. ``gateway`` returns the gateway of each attempt."""
         trouble = EngineUnavailable(f"{method} {path}: no answer of a gateway within {self._timeout_s:g} s")
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
@@ -149,7 +152,7 @@ class GatewaySessions:
     async def _attempt(
         self, method: str, gateway: str, path: str, body: Body = None, timeout: aiohttp.ClientTimeout = NO_TIMEOUT
     ) -> bytes | EngineUnavailable:
-        """One exchange; returns trouble that may pass, raises any other."""
+        """Send one request; returns transient errors and raises all others."""
         url = gateway + path
         try:
             async with self._http.request(method, url, headers=self._headers, json=body, timeout=timeout) as response:

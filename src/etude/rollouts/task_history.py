@@ -1,10 +1,10 @@
-"""Draws of training tasks by what became of them so far: the ledger's facts for the selection.
+"""Draws of training tasks by their past outcomes: the ledger's facts for the selection.
 
     ledger: groups, rewards ──▶ facts of each task ──▶ TaskSelection ──▶ TaskDraw: task, time that it comes, weight
 
-Nothing is remembered beside the ledger: groups that ended are folded in admission order, once, and those behind the
-oldest open one anew at each draw. So a restart, or another process with the same ledger, draws the same. The key by
-which a group is admitted once is (task, epoch) as ever; here the epoch of a task is the time, from 1, that *it* comes.
+All state is in the ledger: ended groups are folded once, in admission order, and those after the oldest open one again
+at each draw. So a restarted process, or another one with the same ledger, draws the same tasks. As always, a group is
+admitted once per (task, epoch); here the epoch of a task counts, from 1, the draws of *this* task.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from etude.types import Split
 
 
 class SelectedTasks:
-    """The training tasks of a family that has so many, as a selection chooses them."""
+    """The training tasks of a finite family, in the order of a selection."""
 
     def __init__(self, family: TaskFamily, selection: TaskSelection, ledger: Ledger) -> None:
         self._family = family
@@ -32,7 +32,7 @@ class SelectedTasks:
         """Index of the first group that is not in ``_facts``."""
 
     def draw(self, position: int) -> TaskDraw:
-        """The task at a position of the training data, from 0, by what the ledger knows now."""
+        """The task at a position of the training data, from 0, by the current state of the ledger."""
         outcomes = self._ledger.task_outcomes(self._next)
         for settled in outcomes:
             if settled.is_open:
@@ -45,12 +45,12 @@ class SelectedTasks:
                 self._fold(facts, times, outcome)
         choice = self._selection.choose(facts, position)
         task = self._family.task(Split.TRAIN, choice.index)
-        index = self._indices[task.task_id]  # of two rows that are one task, the one that is counted
+        index = self._indices[task.task_id]  # for a task in two rows, the row that counts
         return TaskDraw(task=task, epoch=times[index] + 1, weight=choice.weight)
 
     def _fold(self, facts: TaskFacts, times: Counter[int], outcome: TaskOutcome) -> None:
         index = self._indices.get(outcome.task_id)
-        if index is None:  # it is no longer in the folder
+        if index is None:  # the task is no longer in the folder
             return
         times[index] += 1
         if not outcome.is_open and outcome.graded:

@@ -1,12 +1,11 @@
-"""Order in which training tasks are drawn: epochs, each in an order of its own.
+"""Order in which training tasks are drawn: epochs, each in its own order.
 
     position      0 … N − 1    N … 2N − 1    2N …
     epoch             1             2          3 …        each a permutation of the family's N tasks
 
-Pure: the seed, the epoch and the number of tasks decide the order, so a process that is started again, and any other
-one, draws the same task at the same position. Where the position is, the ledger knows, which also admits each task once
-an epoch. If tasks are added to a folder in the middle of a run, the epochs go on with them: what the current one has
-had is passed over.
+Pure: seed, epoch and number of tasks determine the order, so any process, also after a restart, draws the same task at
+the same position. The ledger stores the position and admits each task once per epoch. If tasks are added to a folder
+during a run, the epochs continue with them: tasks that the current epoch already had are skipped.
 """
 
 from random import Random
@@ -17,14 +16,14 @@ from etude.types import Split
 
 
 class TaskOrder:
-    """The training tasks of a family, epoch after epoch; of an endless family one epoch without end."""
+    """The training tasks of a family, epoch after epoch; for an infinite family, one infinite epoch."""
 
     def __init__(self, family: TaskFamily, *, seed: int) -> None:
         self._family = family
         self._size = family.size(Split.TRAIN)
         self._seed = seed
         self._shuffled: tuple[int, list[int]] = (0, [])
-        """The epoch that was asked for last, and its order."""
+        """The most recently used epoch and its order."""
 
     def draw(self, position: int) -> TaskDraw:
         """The task at a position of the training data, from 0, and the epoch that it is drawn in."""

@@ -6,15 +6,15 @@
             monitor      sandbox       looks, grader runs
             └ or a fork of a parent rollout
 
-Any step may fail by infrastructure: then the Rollout has no reward, and its slot is tried again. Work that used up its
-own time, or broke its own sandbox, is graded as it stands.
+Any step may fail because of infrastructure: then the Rollout has no reward, and its slot is retried. Work that used up
+its own time, or broke its own sandbox, is graded as it is.
 
-Owns the order of these steps and the one decision whose fault a failure is: only here do errors become rollouts. An
-outcome that an agent could turn into a failure of ours would be tried again until it is a better one: a policy that
+This module owns the order of these steps and attributes each failure: only here do errors become rollouts. If an agent
+could turn a bad outcome into an infrastructure failure, it would be retried until a better outcome: a policy that
 passes with probability p would be measured as one that passes with 1 − (1 − p)^attempts. So the cause is determined
-where a command fails, not guessed here: :class:`~etude.errors.AgentFault` is worth zero, every other trouble is
-infrastructure's. Does not own time limits (:mod:`etude.rollouts.sandbox`), retries of slots or what the record is for
-(:mod:`etude.rollouts.runner`).
+where a command fails, not guessed here: :class:`~etude.errors.AgentFault` has reward zero, every other failure is
+infrastructure's. Time limits are in :mod:`etude.rollouts.sandbox`, retries of slots and the use of the record in
+:mod:`etude.rollouts.runner`.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ from etude.types import Branch, Hint, Rollout, RolloutStage, RolloutStatus, Task
 T = TypeVar("T")
 
 INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
-"""Errors that are a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Anything
-else that is raised is a bug, and passes.
+"""Errors that are a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Any other
+exception is a bug and propagates.
 """
 
 
@@ -47,33 +47,34 @@ class SessionOpener(Protocol):
     """Opens gateway sessions, and returns their sampled turns."""
 
     async def open(self, *, min_version: int | None = None) -> Session:
-        """Start a session, whose calls no weights older than ``min_version`` answer.
+        """Start a session whose calls are not answered by weights older than ``min_version``.
 
         Raises :class:`~etude.errors.EngineUnavailable` when no gateway can be reached.
         """
         ...
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
-        """Start a session that begins as another one, and with how many turns. Its first calls must be that one's.
+        """Start a session that copies another one; returns it with the number of copied turns. Its first calls must be
+        the same as the original's.
 
         Raises like :meth:`close`.
         """
         ...
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
-        """End a session and hand over its turns in order.
+        """End a session and return its turns in order.
 
-        Raises :class:`~etude.errors.SessionLost` when it is not known (any more), else
+        Raises :class:`~etude.errors.SessionLost` if it is unknown, perhaps no longer known, else
         :class:`~etude.errors.EngineUnavailable` when the gateway cannot be reached.
         """
         ...
 
     async def discard(self, session_id: str) -> None:
-        """End a session without its turns. Raises like :meth:`close`, but at once."""
+        """End a session without its turns. Raises like :meth:`close`, but without retries."""
         ...
 
     async def lost(self, session_id: str) -> NoReturn:
-        """Wait until a session is out of reach and no longer worth waiting for, for ever if need be; then raise
+        """Wait, possibly forever, until a session is unreachable and no longer worth waiting for; then raise
         :class:`~etude.errors.SessionLost`.
         """
         ...
@@ -83,8 +84,8 @@ class TaskSandboxes(Protocol):
     """Opens the sandboxes that tasks specify."""
 
     async def open(self, task: Task, *, gateway: str) -> Sandbox:
-        """A fresh sandbox with the task's files. ``gateway`` is the URL of the rollout's session: the one place that an
-        agent in there may have to reach. Raises :class:`~etude.errors.SandboxError`.
+        """A fresh sandbox with the task's files. ``gateway`` is the URL of the rollout's session: the only place that
+        an agent in the sandbox may need to reach. Raises :class:`~etude.errors.SandboxError`.
         """
         ...
 
@@ -93,15 +94,17 @@ class MonitoredRollout(Protocol):
     """One rollout under the cheat monitor."""
 
     async def look(self) -> None:
-        """Inspect the sandbox: the agent is gone, nothing is graded yet. Raises :class:`~etude.errors.SandboxError`."""
+        """Inspect the sandbox after the agent has ended and before grading. Raises
+        :class:`~etude.errors.SandboxError`.
+        """
         ...
 
     def findings(self, turns: Sequence[Turn]) -> Sequence[Finding]:
-        """All that was detected, in the sandbox and in ``turns``."""
+        """All findings in the sandbox and in ``turns``."""
         ...
 
     def fork(self, sandbox: Sandbox) -> "MonitoredRollout":
-        """The monitor of a rollout that forks off this one and goes on in a copy of its sandbox."""
+        """The monitor of a fork of this rollout, which continues in a copy of its sandbox."""
         ...
 
 
@@ -122,16 +125,16 @@ class GradedRollout:
     grade: Grade
     turns: tuple[Turn, ...]
     findings: Sequence[Finding] | None = None
-    """``None`` where rollouts are not monitored."""
+    """``None`` if rollouts are not monitored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRollout:
-    """The score of a rollout, and the training signals of its single turns."""
+    """The score of a rollout and the training signals of single turns."""
 
     score: Score
     turn_rewards: tuple[float, ...] = ()
-    """One for each turn, or none at all."""
+    """One for each turn, or empty."""
     hints: tuple[Hint, ...] = ()
 
 
@@ -139,8 +142,8 @@ class Scorer(Protocol):
     """Scores a graded rollout (:mod:`etude.rewards.score`)."""
 
     async def score(self, rollout: GradedRollout) -> ScoredRollout:
-        """The score. It has deadlines of its own; infrastructure trouble raises: then the rollout is tried again, and
-        is never worth zero for it.
+        """The score, within its own deadlines. Raises on an infrastructure failure: then the rollout is retried and
+        never gets reward zero for it.
         """
         ...
 
@@ -169,22 +172,18 @@ class RolloutContext:
     branching: Branching | None = None
     """``None``: no rollouts fork."""
     announce: Callable[[Task, int], None] | None = None
-    """Called with a task and the number of sandboxes that are going to be asked for; ``None``: nothing gets ready for
-    that.
-    """
+    """Called with a task and the number of sandboxes that will be requested; ``None``: no preparation."""
     version_changed: Callable[[int], Awaitable[None]] | None = None
-    """Waits until another weight version than a given one is served; ``None``: nothing tells, and the served version is
-    looked at again and again.
-    """
+    """Waits until the served weight version differs from the argument; ``None``: the served version is polled."""
     pass_at: float = 1.0
-    """Grade that is a pass; it decides what is reported of a rollout, and nothing else."""
+    """Grade from which a rollout counts as passed; only used for reports."""
     is_eval: bool = False
-    """True where rollouts are for a measurement, to which one without a reward says nothing: a masked one has failed
-    then, and is tried again, instead of being recorded and not trained on.
+    """True for evaluations, in which a rollout without a reward is useless: a masked rollout counts as failed and is
+    retried, instead of being recorded and not trained on.
     """
 
     def for_eval(self) -> Self:
-        """The same dependencies for rollouts that are not trained on."""
+        """The same dependencies for evaluation rollouts."""
         return replace(self, branching=None, is_eval=True)
 
 
@@ -194,7 +193,7 @@ class RolloutStart:
 
     session: Session
     sandbox: Sandbox
-    """Bounded."""
+    """The sandbox, with time limits."""
     monitored: MonitoredRollout | None = None
     recorded: tuple[SandboxCall, ...] = ()
     """The parent's calls to its sandbox before the fork."""
@@ -203,15 +202,15 @@ class RolloutStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkSpec:
-    """The point at which a parent rollout forks, and the receiver of its forks."""
+    """The fork point of a parent rollout, and the receiver of its forks."""
 
     rollout_id: str
-    """The parent's own."""
+    """Id of the parent."""
     point: ForkPoint
     count: int
-    """Rollouts that fork off the parent."""
+    """Number of forks."""
     start_forks: Callable[[Sequence[RolloutStart]], None]
-    """Takes over the starts; called once at most."""
+    """Takes ownership of the starts; called at most once."""
 
 
 class StageTimes:
@@ -223,7 +222,7 @@ class StageTimes:
 
     @contextmanager
     def of(self, stage: RolloutStage) -> Iterator[None]:
-        """Count the time in here for a stage, however it ends."""
+        """Count the time of the context for a stage, however it ends."""
         began_s = self._clock.now()
         try:
             yield
@@ -231,7 +230,7 @@ class StageTimes:
             self.move(stage, self._clock.now() - began_s)
 
     def move(self, stage: RolloutStage, seconds: float, *, out_of: RolloutStage | None = None) -> None:
-        """Count seconds for a stage that were counted, if at all, for another one."""
+        """Count seconds for a stage, and subtract them from ``out_of``."""
         self._seconds[stage] += seconds
         if out_of is not None:
             self._seconds[out_of] = max(0.0, self._seconds[out_of] - seconds)
@@ -255,9 +254,8 @@ async def run_rollout(
 
         slot, context ─▶ start ─▶ result ─▶ grade ─▶ turns ─▶ scored ─▶ Rollout
 
-    Bad or malformed work of the model is graded, and so is work that used up its own time. Cancellation and bugs are
-    raised. Whatever happens, sandbox and session are closed, also those of ``start``; those that were handed over by
-    ``fork`` are not.
+    Bad or malformed work of the model is graded, as is work that used up its own time. Cancellation and bugs are
+    raised. Sandbox and session are always closed, including those of ``start``, but not those passed on by ``fork``.
     """
     task, started_s, stages = slot.task, context.clock.now(), StageTimes(context.clock)
     record = partial(Rollout, rollout_id=rollout_id, group_index=slot.group_index, slot=slot.slot, attempt=slot.attempt)
@@ -277,7 +275,7 @@ async def run_rollout(
             )
         if scored.score.masked and context.is_eval:
             raise InfrastructureError(scored.score.masked)
-    except (*INFRASTRUCTURE, AgentFault) as error:  # an agent that has not begun is not at fault
+    except (*INFRASTRUCTURE, AgentFault) as error:  # an agent that has not started is not at fault
         return record(
             status=RolloutStatus.FAILED_INFRA,
             reward=None,
@@ -318,11 +316,11 @@ async def grade_work(
     limits: RolloutLimits,
     monitored: MonitoredRollout | None = None,
 ) -> Grade:
-    """Grade the files that an agent left; 0 with the part ``agent_fault`` where the agent made grading impossible.
+    """Grade an agent's files; 0 with the part ``agent_fault`` if the agent made grading impossible.
 
-    Nothing of it runs any more when it is graded. Every run that its checks may take has its whole time: else work that
-    hangs its verifier, or takes one run more for being right, would be infrastructure's trouble and no reward. A
-    grading that fails by infrastructure is tried again. Raises ``INFRASTRUCTURE``.
+    The agent's processes have ended before grading. Every run of the checks has its full time: otherwise work that
+    hangs its verifier, or needs one run more because it is right, would count as an infrastructure failure without a
+    reward. Grading that fails because of infrastructure is retried. Raises ``INFRASTRUCTURE``.
     """
     deadline_s = limits.grading_s + task.grading_s
     try:
@@ -359,7 +357,9 @@ async def _start(slot: OpenSlot, context: RolloutContext, stages: StageTimes) ->
 
 @asynccontextmanager
 async def _closing(start: RolloutStart, context: RolloutContext) -> AsyncIterator[None]:
-    """The time in which a rollout uses its sandbox: closed at the end; the session only where the rollout failed."""
+    """The context in which a rollout uses its sandbox, which is closed at the end; the session is closed only if the
+    rollout failed.
+    """
     try:
         try:
             yield
@@ -371,7 +371,7 @@ async def _closing(start: RolloutStart, context: RolloutContext) -> AsyncIterato
 
 
 async def _unless_lost(session: Session, context: RolloutContext, work: Coroutine[None, None, T]) -> T:
-    """The result of ``work``, which is given up where its session is. Raises :class:`~etude.errors.SessionLost`."""
+    """The result of ``work``, which is cancelled if its session is lost. Raises :class:`~etude.errors.SessionLost`."""
     working = asyncio.ensure_future(work)
     losing = asyncio.ensure_future(context.sessions.lost(session.session_id))
     try:
@@ -392,7 +392,7 @@ async def _play(
     task: Task,
     temperature: float,
 ) -> HarnessResult:
-    """Let the harness work; its sandbox bounds, charges and records its calls."""
+    """Run the harness; its sandbox limits, charges and records its calls."""
     agent = AgentTime(context.limits)
     on_call = None if fork is None else _Forking(start, fork, agent, context).after_call
     sandbox = BoundedSandbox(start.sandbox, agent, start.recorded, on_call)
@@ -400,7 +400,7 @@ async def _play(
         with stages.of(RolloutStage.MODEL):
             return await agent.wait(context.harness.run(task, start.session, sandbox, temperature=temperature))
     except (OutOfTime, AgentFault) as over:
-        return HarnessResult(reason=over.REASON, counts={})  # of a harness that has none of its own
+        return HarnessResult(reason=over.REASON, counts={})  # for a harness without its own handling
     finally:
         stages.move(RolloutStage.TOOLS, agent.calls_s, out_of=RolloutStage.MODEL)
 
@@ -409,8 +409,8 @@ async def _fetch_turns(
     session: Session, admitted_version: int, result: HarnessResult, context: RolloutContext
 ) -> tuple[Turn, ...]:
     """The turns of a session: at least one, and no token older than what every engine served when its group was
-    admitted. The bound of staleness rests on that: an engine that was out of reach, and so not counted, may have come
-    back with old weights.
+    admitted. The staleness bound depends on this check: an engine that was unreachable, and so not counted, may have
+    returned with old weights.
     """
     turns = await within(context.limits.start_s, "fetching the turns", context.sessions.close(session.session_id))
     if not turns:
@@ -439,7 +439,7 @@ class _Forking:
         self._is_over = False
 
     async def after_call(self, call: SandboxCall) -> None:
-        """Take in one more call. Raises like a fork: then nothing is handed over, and the parent has failed."""
+        """Process one more call. Raises like a fork: then no forks are started, and the parent has failed."""
         if self._is_over:
             return
         self._calls.append(call)
@@ -477,6 +477,6 @@ class _Forking:
 
 
 async def _quietly(closing: Awaitable[object], context: RolloutContext) -> None:
-    """Close in bounded time; what matters is what happened before, so trouble here is not reported over it."""
+    """Close in bounded time; errors are suppressed so that they do not hide an earlier one."""
     with suppress(*INFRASTRUCTURE):
         await within(context.limits.closing_s, "closing", closing)

@@ -1,12 +1,12 @@
-"""Durable checkpoints and phase models: written to the disk, then copied to the URL of a run, so that it goes on when
-the disk of a machine is lost.
+"""Durable checkpoints and phase models: written to the disk, then copied to the URL of a run, so that the run can
+continue after the loss of a disk.
 
     trainer    save n ──▶ publish n ┄┄ claim batch n + 1, forward, backward ┄┄▶ finish ──▶ save n + k
     copies       └──────▶ written? ──▶ send the files, put the manifest ──▶ durable ─┘
 
-A checkpoint becomes durable beside the next steps' work; what has to wait for that is the trainer's to say.
-Mid-training and SFT copy theirs in the same way, and wait for a copy before they save again. Each copied folder has its
-place below the URL, by the name that it has in the run folder: ``checkpoints``, ``phases/sft/model``.
+A checkpoint becomes durable during the next steps; the trainer decides what waits for that. Mid-training and SFT copy
+their checkpoints in the same way, and wait for a copy before they save again. Each copied folder has its place below
+the URL, by the name that it has in the run folder: ``checkpoints``, ``phases/sft/model``.
 """
 
 import json
@@ -27,16 +27,18 @@ from etude.run.stored_files import StoredFile, StoredFiles, stored_file
 from etude.trainer.checkpoint import KEEP, MANIFEST
 
 MEANWHILE_S = 1.0
-"""Interval at which a wait for a copy does other work."""
+"""Interval of other work during a wait for a copy."""
 CHECKPOINTS = "checkpoints"
 """The trainer's checkpoints: their place below the URL and in the run folder, and the name of their sets."""
 ONLY = 1
-"""Number of the one set that a model's place has."""
+"""Number of the only set at a model's place."""
 
 
 @final
 class CheckpointCopies(Closing):
-    """Makes one checkpoint at a time durable, on a thread of its own; one on the disk is, for a run without a URL."""
+    """Makes one checkpoint at a time durable, on a separate thread; without a URL, a checkpoint on the
+    disk is durable.
+    """
 
     def __init__(self, folder: RunFolder, outages: StoreOutages, place: str = CHECKPOINTS) -> None:
         self._checkpoints = folder.path / place
@@ -45,15 +47,15 @@ class CheckpointCopies(Closing):
         self._step = 0
         self._copy: Future[None] | None = None
         self.restorable = 0
-        """The newest step whose checkpoint was found to be durable; 0: none yet."""
+        """The newest step with a durable checkpoint; 0: none yet."""
 
     def close(self) -> None:
-        """Wait for the copy under way."""
+        """Wait for the copy in progress."""
         self._thread.shutdown()
 
     def start(self, step: int, written: Future[None] | None = None) -> None:
-        """Begin to make the checkpoint of ``step`` durable, which is on the disk once ``written`` is done. It must stay
-        in the folder until that is complete.
+        """Start to make the checkpoint of ``step`` durable; it is on the disk once ``written`` is done. It must stay in
+        the folder until the copy is complete.
         """
         assert self._copy is None, "one checkpoint at a time: finish the one before first"
         self._step = step
@@ -65,14 +67,14 @@ class CheckpointCopies(Closing):
         return self._copy is None or self._copy.done()
 
     def wait(self) -> None:
-        """Wait until the copy under way is complete, on any thread. Raises what the copy failed with."""
+        """Wait until the copy in progress is complete, on any thread. Raises the copy's error."""
         if (copy := self._copy) is not None:
             copy.result()
 
     def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait until the copy under way is complete; ``meanwhile`` is called now and then.
+        """Wait until the copy in progress is complete; ``meanwhile`` is called at intervals.
 
-        Raises what the copy failed with.
+        Raises the copy's error.
         """
         if self._copy is None:
             return
@@ -103,7 +105,7 @@ class _Opened(Closing):
             self._stack.callback(os.close, descriptor)
             self.descriptors[name] = descriptor
             size_bytes = os.fstat(descriptor).st_size
-            digest = manifest.get(name)  # by the digest that was computed when it was saved
+            digest = manifest.get(name)  # the digest computed during the save
             self.files[name] = (
                 stored_file(path / name) if digest is None else StoredFile(sha256=digest, size_bytes=size_bytes)
             )
@@ -126,14 +128,14 @@ def _send(stored: StoredFiles, step: int, opened: _Opened) -> None:
 
 
 def _outdated(numbers: Iterable[int], step: int) -> list[int]:
-    """The copies that nobody needs once that of ``step`` is there."""
+    """The copies that are obsolete once that of ``step`` exists."""
     return sorted(number for number in numbers if number <= step)[:-KEEP]
 
 
 def restore_checkpoint(folder: RunFolder, place: str = CHECKPOINTS) -> None:
     """Fetch the newest copy of a run's checkpoints, unless this disk has it or a newer one.
 
-    Raises :class:`~etude.errors.DamagedError` for a copy that is not whole.
+    Raises :class:`~etude.errors.DamagedError` for an incomplete copy.
     """
     if not folder.url:
         return
@@ -144,10 +146,10 @@ def restore_checkpoint(folder: RunFolder, place: str = CHECKPOINTS) -> None:
 
 
 def copy_model(folder: RunFolder, place: str, outages: StoreOutages) -> None:
-    """Copy a folder that does not change, such as the model that a phase leaves; does nothing where it is copied, and
-    for a run without a URL.
+    """Copy an immutable folder, such as the model of a phase; does nothing if it is copied already or the run has no
+    URL.
 
-    Raises :class:`~etude.errors.DamagedError` where the copy is of another model.
+    Raises :class:`~etude.errors.DamagedError` if the copy is of another model.
     """
     if not folder.url:
         return

@@ -1,14 +1,14 @@
 """Connection limits of HTTP servers: idle time, number, and logging of malformed requests.
 
     accept ──▶ NEW ──a whole request──▶ BUSY ──answered──▶ IDLE ──the next──▶ BUSY
-                └──────── IDLE_S over, or its place is needed ─┴──▶ closed
+                └──────── IDLE_S over, or its slot is needed ──┴──▶ closed
 
-Owns the bounds that aiohttp leaves to its user: a caller without a key may not hold connections for ever, use up the
-files that the process may open, or get its request, which may hold a key, into a log. Every server of étude listens
-through :class:`LimitedSite`.
+These are the limits that aiohttp leaves to its user: a caller without a key must not hold connections forever, exhaust
+the file descriptors of the process, or get its request, which may contain a key, into a log. Every server of étude
+listens through :class:`LimitedSite`.
 
-How many there may be follows from the limit on open files: the kernel gives the lowest free number, so the number of a
-new connection says how many files are open, whatever they are.
+The number of connections follows from the limit on open files: the kernel assigns the lowest free descriptor, so the
+descriptor of a new connection shows how many files of any kind are open.
 """
 
 import asyncio
@@ -29,33 +29,34 @@ from etude.errors import trace_of
 from etude.gateway.http.app import SERVER
 
 IDLE_S = 75.0
-"""Longest time of a connection without a request: before the headers of its first are whole, or after an answer. It is
-nginx's; our clients and common proxies let go of an idle connection sooner, so that no request meets the end of one.
+"""Longest time of a connection without a request: before the headers of its first request are complete, or after an
+answer. It is nginx's value; our clients and common proxies close an idle connection sooner, so that no request hits a
+closing connection.
 """
 STALLED_S = 60.0
-"""Longest time in which the other side takes nothing of what is sent, before the kernel gives it up."""
+"""Longest time in which the other side acknowledges no sent data before the kernel drops the connection."""
 HANDSHAKE_S = 10.0
-"""Longest time for TLS to begin."""
+"""Longest time for the TLS handshake."""
 BACKLOG = 128
 """Backlog of connections that the kernel accepts: this many may arrive at once."""
 RESERVE = 256
-"""Files that connections leave for everything else, among them the connections to engines: twice the backlog. At most
-half of all.
+"""File descriptors reserved for everything else, including connections to engines: twice the backlog, at most half of
+all.
 """
 ROOM = 2
-"""Idle connections that make room for a new one: for itself, and for the one to an engine that it may need."""
+"""Idle connections closed for a new one: one for itself, and one for the connection to an engine that it may need."""
 REPORT_S = 60.0
-"""Malformed requests are logged as a number, at most so often."""
+"""Shortest interval between log lines with the number of malformed requests."""
 MALFORMED = (HttpProcessingError, web.RequestPayloadError)
-"""Errors of aiohttp for requests that are no HTTP, and for bodies that are not encoded as their headers say."""
+"""Errors of aiohttp for requests that are not HTTP, and for bodies whose encoding contradicts their headers."""
 
 logger = logging.getLogger(__name__)
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of open files to the most it may have; the usual 1,024 is for ``select``."""
+    """Raise this process's limit of open files to its hard limit; the usual 1,024 is for ``select``."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # some systems allow less than they say
+    with suppress(OSError, ValueError):  # some systems allow less than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
@@ -68,22 +69,24 @@ def connection_limit(files: int) -> int:
 class Connections:
     """The idle connections of a process, in the order in which they are closed; shared by all its servers.
 
-    First those that never asked anything, then those that were idle longest. Busy ones never do.
+    Connections without any request are closed first, then those idle longest. Busy connections are never closed.
     """
 
     def __init__(self, limit: int | None = None, *, idle_s: float = IDLE_S, stalled_s: float = STALLED_S) -> None:
-        """``limit`` is :func:`connection_limit` of this process unless said otherwise."""
+        """``limit`` is :func:`connection_limit` of this process by default."""
         self.limit = connection_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) if limit is None else limit
         self.idle_s = idle_s
         self.stalled_s = stalled_s
         self.malformed = 0
-        """Requests that were no HTTP."""
+        """Number of requests that were not HTTP."""
         self._new: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
         self._reported_s: float | None = None
 
     def add(self, connection: "Connection", files: int) -> None:
-        """Take note of a new connection while ``files`` are open; others make room for it, or there is none."""
+        """Add a new connection while ``files`` are open. At the limit idle ones are closed to make room, or else the
+        new one.
+        """
         if files >= self.limit:
             idle = [*self._new, *self._idle][:ROOM]
             for one in idle or [connection]:
@@ -94,7 +97,7 @@ class Connections:
         self._new[connection] = None
 
     def watch(self, server: web.Server) -> None:
-        """A connection is not idle from the moment at which ``server`` has a whole request."""
+        """Mark connections as busy from the moment at which ``server`` has a whole request."""
         read = server.request_factory
 
         def begin(message: RawRequestMessage, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
@@ -104,17 +107,17 @@ class Connections:
         server.request_factory = begin
 
     def end(self, connection: "Connection") -> None:
-        """It was answered."""
-        if connection.transport is not None:  # else it was lost meanwhile
+        """Mark a connection as idle after its answer."""
+        if connection.transport is not None:  # otherwise it was lost meanwhile
             self._idle[connection] = None
 
     def remove(self, connection: "Connection") -> None:
-        """It is closed, or busy."""
+        """Remove a connection that is closed or busy."""
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
 
     def count_malformed(self, now_s: float) -> None:
-        """Count one more, and report how many there were if that was not done lately."""
+        """Count one malformed request, and log the number unless that was done recently."""
         self.malformed += 1
         if self._reported_s is None or now_s - self._reported_s >= REPORT_S:
             self._reported_s = now_s
@@ -131,14 +134,14 @@ class Connection(web.RequestHandler):
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
-            keepalive_timeout=connections.idle_s,  # for the first request aiohttp counts it from the beginning
+            keepalive_timeout=connections.idle_s,  # for the first request, from the start of the connection
             logger=logger,
             access_log=None,  # type: ignore[arg-type]  # none is what it takes for none
         )
         self._connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin as aiohttp does, if there is room."""
+        """Start as aiohttp does, if there is room."""
         super().connection_made(transport)
         taken = transport.get_extra_info("socket")
         if sys.platform == "linux":
@@ -151,11 +154,11 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def log_access(self, request: web.BaseRequest, response: web.StreamResponse, time: float | None) -> None:
-        """Called behind every answer; the access log is the handlers' own."""
+        """Called after every answer; handlers write the access log themselves."""
         self._connections.end(self)
 
     def log_exception(self, *args: Any, exc_info: BaseException | None = None, **others: Any) -> None:
-        """Log an error without its words, which may quote a request; nothing of a body that was not read."""
+        """Log an error without its message, which may quote a request; log nothing for a body that was not read."""
         if not isinstance(exc_info, MALFORMED):
             logger.error("a connection failed: %s", "for no reason" if exc_info is None else trace_of(exc_info))
 
@@ -166,7 +169,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what was no request, or what a handler failed at; the connection ends with it."""
+        """The answer to a malformed request or a failed handler; it ends the connection."""
         if isinstance(exc, MALFORMED):
             status = 400
             self._connections.count_malformed(asyncio.get_running_loop().time())
@@ -205,7 +208,7 @@ class LimitedSite(web.BaseSite):
         return f"{'http' if self._ssl_context is None else 'https'}://{host}:{port}"
 
     async def start(self) -> None:
-        """Listen. Raises ``OSError`` if the address cannot be had."""
+        """Listen. Raises ``OSError`` if the address is not available."""
         await super().start()
         server, connections = self._runner.server, self._connections
         assert server is not None, "the runner was set up"

@@ -1,13 +1,14 @@
-"""Copies of a recipe's data at the URL of its run, so that no machine but the one that starts it must have them.
+"""Copies of a recipe's data at the URL of its run, so that only the machine that starts it must have them.
 
-    tasks.folder = "tasks/mine" ──pack──▶ URL/data ──▶ data/3f9a…/mine in the working folder of who needs it
+    tasks.folder = "tasks/mine" ──pack──▶ URL/data ──▶ data/3f9a…/mine in the working folder of its users
 
 Data sets, task folders, conversations, texts and a model folder are copied once, when the run is made, and are named by
-their digest: ``run.toml`` says ``@data/3f9a…/mine``. A folder is packed into one tar, which keeps what is executable
-and its own links. A process fetches what its work needs, when it starts: rollouts need tasks, engines nothing.
+their digest: ``run.toml`` says ``@data/3f9a…/mine``. A folder is packed into one tar, which preserves execute
+permissions and internal links. A process fetches the data that it needs when it starts: rollouts need tasks, engines
+nothing.
 
-What is larger than a limit stays where it is, as do files that are a machine's own: each machine must have them at the
-same path, and whoever finds none there says so.
+Data above a size limit, and files that belong to a machine, are not copied: each machine must have them at the same
+path, and a process that does not find them reports an error.
 """
 
 import os
@@ -32,24 +33,24 @@ from etude.run.run_url import open_stored
 from etude.run.stored_files import StoredFile, stored_file
 
 LIMIT_GIB = 64.0
-"""Data of one key that is copied at most, unless `etude run --copy-limit` says otherwise."""
+"""Default limit for copied data per key; `etude run --copy-limit` changes it."""
 GIB = 1 << 30
 TELL_S = 5.0
-"""Interval at which a person is told how far a copy is."""
+"""Interval of progress messages."""
 TAR = ".tar"
 """Suffix of a folder's copy."""
 DIGITS = 12
 """Hexadecimal digits of a copy's SHA-256 in its path."""
 FETCH_S = 3600.0
-"""Longest wait for another process of this machine that fetches the same."""
+"""Longest wait for another process of this machine that fetches the same data."""
 
 Tell = Callable[[str], None]
-"""Is told, in words, what is copied."""
+"""Receives progress messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPath:
-    """Data that a recipe names."""
+    """Data named by a recipe."""
 
     key: str
     path: Path
@@ -57,32 +58,32 @@ class DataPath:
     size_bytes: int
 
     def __str__(self) -> str:
-        """The words by which a person is told of it."""
+        """The description for messages."""
         files = f"{self.files:,} files, " if self.files > 1 else ""
         return f"{self.key} = {str(self.path)!r} ({files}{formatting.size(self.size_bytes)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
-    """Data of a recipe that are to be copied, and what each machine must have."""
+    """The data of a recipe to copy, and the data that each machine must have."""
 
     copied: tuple[DataPath, ...] = ()
     left: tuple[DataPath, ...] = ()
-    """Larger than the limit."""
+    """Data above the limit."""
     own: tuple[tuple[str, str], ...] = ()
-    """Key and path of files that are a machine's own."""
+    """Key and path of files that belong to a machine."""
 
     def describe(self) -> Iterator[str]:
-        """A line for each."""
+        """Yield a line for each item."""
         yield from (f"copied: {data}" for data in self.copied)
         yield from (f"too large to be copied (--copy-limit), every machine must have it: {data}" for data in self.left)
         yield from (f"every machine that needs it must have it: {key} = {path!r}" for key, path in self.own)
 
 
 def plan_data(config: RunConfig, limit_gib: float = LIMIT_GIB) -> DataPlan:
-    """Look at the data that a recipe names, on this machine; copies nothing.
+    """Inspect the data that a recipe names, on this machine, without copying.
 
-    Raises :class:`~etude.errors.ConfigError` for what is missing or cannot be copied.
+    Raises :class:`~etude.errors.ConfigError` for data that is missing or cannot be copied.
     """
     every = []
     for key, path in dict.fromkeys(data_of(config.model_dump(mode="json"))):
@@ -96,9 +97,9 @@ def plan_data(config: RunConfig, limit_gib: float = LIMIT_GIB) -> DataPlan:
 
 
 def send_data(url: str, config: RunConfig, plan: DataPlan, folder: Path, tell: Tell = lambda line: None) -> RunConfig:
-    """Copy data to the URL of a run; returns the recipe with the paths that they will have in its working ``folder``.
+    """Copy data to the URL of a run; returns the recipe with the future paths in its working ``folder``.
 
-    Raises :class:`~etude.errors.ConfigError` for what cannot be read.
+    Raises :class:`~etude.errors.ConfigError` for unreadable data.
     """
     for line in plan.describe():
         tell(line)
@@ -125,8 +126,8 @@ def bring_data(folder: RunFolder, *sections: str) -> None:
     """Fetch the data that some sections of a run's recipe name, unless this disk has them; does nothing for a run
     without a URL.
 
-    Raises :class:`~etude.errors.ConfigError` for data that were not copied and are not here, and
-    :class:`~etude.errors.DamagedError` for a copy that is not whole.
+    Raises :class:`~etude.errors.ConfigError` for data that was neither copied nor is on this machine, and
+    :class:`~etude.errors.DamagedError` for an incomplete copy.
     """
     if not folder.url:
         return
@@ -179,8 +180,8 @@ def _measured(key: str, path: Path) -> DataPath:
 
 
 def _members(key: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """The members of a folder: a name below it, and the file or folder with the content. Links that lead out of it,
-    as in a cache of models, are followed; those that stay in it are kept.
+    """The members of a folder: a name below it, and the file or folder with the content. Links that lead out of it, as
+    in a model cache, are followed; internal links are preserved.
 
     Raises :class:`~etude.errors.ConfigError` for what cannot be copied.
     """
@@ -202,7 +203,7 @@ def _members(key: str, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _packed(data: DataPath, scratch: Path) -> Path:
-    """A tar of a folder, alike for equal contents."""
+    """Pack a folder into a tar that is identical for equal contents."""
     packed = scratch / f"folder{TAR}"
 
     def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -225,7 +226,7 @@ def _renamed(config: RunConfig, names: dict[tuple[str, str], str]) -> RunConfig:
 
 @dataclass(slots=True)
 class _Progress:
-    """Tells how far a copy is, now and then."""
+    """Reports the progress of a copy at intervals."""
 
     key: str
     size_bytes: int

@@ -1,6 +1,6 @@
 """Text of a model's token ids.
 
-Wiring only: chat formats are :mod:`etude.tokens`'s, what a turn in words is :mod:`etude.rewards.transcript`'s.
+Wiring only: :mod:`etude.tokens` has chat formats, :mod:`etude.rewards.transcript` the text form of a turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from etude.tokens.messages import ChatFormat
 from etude.types import Ids, Turn, TurnKind
 
 TurnReader: TypeAlias = Callable[[Sequence[Turn]], Sequence[SpokenTurn]]
-"""Puts the turns of a rollout into words."""
+"""Converts the turns of a rollout to text."""
 ToolReader: TypeAlias = Callable[[Sequence[Turn]], Sequence[str]]
-"""Names the tool that each turn of a rollout called first; ``""`` where a turn called none."""
+"""Names the tool that each turn of a rollout called first; ``""`` for a turn without calls."""
 
 
 def decoder(chat: ChatFormat) -> Callable[[Ids], str]:
@@ -31,7 +31,7 @@ def turn_reader(chat: ChatFormat) -> TurnReader:
 
 def tool_reader(chat: ChatFormat, *, bare_shell: bool) -> ToolReader:
     """The function from a model's turns to tools; ``bare_shell`` as in :func:`~etude.harnesses.actions.read_calls`.
-    Turns in which it wrote a summary are left out.
+    Turns in which the model wrote a summary are excluded.
     """
     decode = decoder(chat)
 

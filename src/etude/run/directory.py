@@ -1,9 +1,9 @@
-"""The URLs at which the processes of a fleet listen: each says so in the store of its region.
+"""The URLs of a fleet's processes: each process announces its URL in the store of its region.
 
-    processes/serve-1@eu/000000000003      http://10.9.1.2:40731 SIGNATURE     by its third start; the newest one counts
+    processes/serve-1@eu/000000000003      http://10.9.1.2:40731 SIGNATURE     by its third start; the newest is valid
 
-So nobody has to decide beforehand where a process runs, and who looks for one asks the store that is near to it, or
-that of the region it asks about. An entry says where a process was started last, not that it lives: who calls it finds
+So the location of a process need not be decided beforehand, and a caller reads the store nearby, or that of the
+process's region. An entry has the URL of the last start, but does not show that the process is alive: the caller finds
 out.
 
 Calls carry the run's keys, so an entry counts only if it was signed by a key of the run (HMAC-SHA256 over name, number
@@ -27,7 +27,7 @@ PROCESSES = "processes"
 """Folder of a region's store."""
 KEY_FORM = re.compile(r"(?P<name>[^/]+)/(?P<number>[0-9]{12})")
 TRIES = 20
-"""Times that an announcement is tried with the next number: two starts of one process can meet only by mistake."""
+"""Attempts to announce with the next number: two starts of one process only collide by mistake."""
 
 
 @final
@@ -39,23 +39,23 @@ class Directory:
     key: str = field(repr=False)
     """The run's key for entries."""
     _cache: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
-    """Key of an entry → its URL, ``None`` for one that does not count; entries never change."""
+    """Key of an entry → its URL, ``None`` for an invalid one; entries never change."""
 
     def announce(self, name: ProcessName, url: str) -> None:
-        """Say where a process listens from now on; older entries of it go."""
+        """Announce the URL of a process and delete its older entries."""
         for _ in range(TRIES):
             entries = self.objects.list(str(name))
             newest = next((form for key in reversed(entries) if (form := KEY_FORM.fullmatch(key))), None)
             key = f"{name}/{int(newest['number']) + 1 if newest else 1:012d}"
             data = f"{url} {self._signature(key, url)}".encode()
-            # On a cloud a retry may find the object that it created itself.
+            # On cloud storage a retry may find the object that it created itself.
             if self.objects.put_if_absent(key, data) or self.objects.get(key) == data:
                 self.objects.delete(*entries)
                 return
         raise InfrastructureError(f"{self.objects.url}: {name} is announced by other processes all the time")
 
     def urls(self, command: str) -> dict[ProcessName, str]:
-        """The newest URL of each process of one command; entries that no process of the run made do not count."""
+        """The newest URL of each process of one command; entries without a valid signature are ignored."""
         entries, newest = [*self._entries(command)], dict[ProcessName, str]()
         for key in self._cache.keys() - {key for _, key in entries}:
             del self._cache[key]

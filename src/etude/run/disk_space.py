@@ -1,6 +1,6 @@
-"""Disk space of a new run: the estimated need, checked before the run is made.
+"""Disk space of a new run: the estimated need, checked before the run is created.
 
-Owns the estimate, the least that certainly comes: rollouts, payloads and logs are left out, since they cannot be known.
+The estimate is a lower bound: rollouts, payloads and logs are excluded, since their size is unknown.
 """
 
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ from etude.trainer.checkpoint import KEEP
 from etude.weights.publish import PublishOptions
 
 MOMENTS = {"adamw": 2, "muon": 1}
-"""Moments of a parameter (Muon's matrices have one, all else two)."""
+"""Number of moments per parameter (Muon's matrices have one, all others two)."""
 MOMENT_BYTES = {"fp32": 4, "offload": 4, "8bit": 1}
-"""Bytes of one by ``optimiser.state``."""
+"""Bytes per moment by ``optimiser.state``."""
 MODEL_BYTES = 4
-"""Bytes of a parameter in a phase's model, and beside its moments in a training checkpoint."""
+"""Bytes of a parameter in a phase's model, and in a training checkpoint without its moments."""
 ANCHOR_SHARE, DELTA_SHARE = 1 / 1.5, 1 / 135
 """Shares of a state's bytes that a whole version and a small step take in the weight store (docs/weights.md,
 *Measured*).
 """
 AMPLE = 2
-"""Times the need: less free room than this is worth a warning."""
+"""Multiple of the need; less free space causes a warning."""
 
 
 def moment_bytes(config: OptimiserConfig) -> int:
-    """Bytes of a parameter's moments, wherever they are."""
+    """Bytes of a parameter's moments, in GPU or host memory."""
     return MOMENTS[config.kind] * MOMENT_BYTES[config.state]
 
 
@@ -42,9 +42,9 @@ class DiskNeed:
 
     parameters: int
     checkpoints: int
-    """Training states of reinforcement learning: those kept and the one being written."""
+    """Training states of reinforcement learning: the retained ones and the one being written."""
     phases: int
-    """The last training state of each phase, and the models that they leave."""
+    """The last training state of each phase, and their final models."""
     weights: int
     """The weight store: nothing is deleted from it during a run."""
 
@@ -57,7 +57,7 @@ class DiskNeed:
         published, versions = parameters * DTYPES[config.numerics.stored_dtype].itemsize, config.trainer.steps
         wholes = 1 + versions // PublishOptions().anchor_every
         if config.numerics.experts != "plain":
-            published = parameters // 2  # experts of four bits, and hardly anything else
+            published = parameters // 2  # 4-bit experts are almost all of it
         return cls(
             parameters=parameters,
             checkpoints=min(versions, KEEP + 1) * state,
@@ -67,12 +67,12 @@ class DiskNeed:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.checkpoints + self.phases + self.weights
 
     def compare(self, free: int, place: Path) -> list[str]:
-        """A warning where ``free`` bytes are less than ample, or none. Raises :class:`~etude.errors.UserError` where
-        the run cannot fit.
+        """A warning if there are few ``free`` bytes, else nothing. Raises :class:`~etude.errors.UserError` if the run
+        does not fit.
         """
         figures = (
             f"the disk of {place} has {formatting.size(free)} free, and this run with a model of {self.parameters:,} "

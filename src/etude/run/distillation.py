@@ -1,9 +1,9 @@
-"""Distillation examples of a batch: hinted turns as they are trained on.
+"""Distillation examples of a batch: hinted turns in the form used for training.
 
     groups ──Rollout.hints──▶ the hint in the turn's context ──▶ DistillationBatch ──▶ one optimiser step
 
-Wiring only: the place of a hint is :mod:`etude.tokens.reminders`', the loss :mod:`etude.trainer.distillation`'s. Needs
-no text but the hint's.
+Wiring only: :mod:`etude.tokens.reminders` has the position of a hint, :mod:`etude.trainer.distillation` the loss. The
+only text needed is the hint.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class DistillationBatcher:
 
     @classmethod
     def open(cls, config: RunConfig, folder: RunFolder) -> "DistillationBatcher | None":
-        """The batcher of a run; ``None`` where it has no hints. Raises as :func:`reminders_of` does."""
+        """The batcher of a run; ``None`` if it has no hints. Raises as :func:`reminders_of` does."""
         if not config.hints.weight:
             return None
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
@@ -45,8 +45,8 @@ class DistillationBatcher:
     def distillation(self, groups: Sequence[Group], *, shares: int) -> DistillationBatch:
         """The examples of a batch, whether its groups have a signal or not, dealt out evenly.
 
-        What is quarantined teaches nothing, and a turn that rollouts share teaches once. Payloads of turns must have
-        been fetched.
+        Quarantined rollouts are excluded, and a turn shared by rollouts is used once. Payloads of turns must have been
+        fetched.
         """
         examples = tuple(example for group in groups for example in self._examples(group))
         if not examples:
@@ -67,7 +67,7 @@ class DistillationBatcher:
 def distillation_example(rollout: Rollout, turn: int, hint: str, reminders: Reminders) -> DistillationExample:
     """One sampled turn, and the same with a hint in its context.
 
-    Of the routes those of the tokens before the hint are kept: the others were never read with it before them.
+    Only the routes of tokens before the hint are kept: the engine did not read the others after it.
     """
     sampled = rollout.turns[turn]
     prompt_ids, routes = reminders.insert(sampled.prompt_ids, hint), None

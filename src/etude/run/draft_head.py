@@ -1,6 +1,6 @@
-"""The draft head of a run's model: the checkpoint's own, or a new one to be trained.
+"""The draft head of a run's model: the checkpoint's own, or a new one for training.
 
-It joins the model where version 0 is made of it, and from there on is a part of the weights: of versions, digests and
+It is added when version 0 is made from the model, and from then on is part of the weights: of versions, digests and
 checkpoints.
 """
 
@@ -13,16 +13,16 @@ from etude.models.decoder import Decoder
 
 
 def has_draft_head(folder: Path) -> bool:
-    """Report whether a checkpoint has the weights of a draft head, whatever its configuration says of it."""
+    """Report whether a checkpoint has the weights of a draft head, regardless of its configuration."""
     stored = StoredCheckpoint(folder, draft=True)
     return f"model.layers.{stored.spec.layers}.eh_proj.weight" in stored.shapes
 
 
 def with_draft_head(folder: Path, config: RunConfig) -> Decoder:
-    """The model of ``folder``, which the phases made, with a draft head: the one in ``folder``, else that of the
-    checkpoint which the recipe starts from, else a random one.
+    """The phases' model in ``folder`` with a draft head: the one in ``folder``, else that of the recipe's initial
+    checkpoint, else a random one.
 
-    Raises :class:`~etude.errors.DamagedError` where a head does not fit.
+    Raises :class:`~etude.errors.DamagedError` if a head does not fit.
     """
     stored = StoredCheckpoint(folder)
     model = Decoder(replace(stored.spec, draft=True))

@@ -1,6 +1,6 @@
 """The URLs at which the processes of a run listen.
 
-Ports are decided once per start of a run, so that a process that is restarted comes back where it was.
+Ports are chosen once per start of a run, so that a restarted process has the same address.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from etude.errors import PortInUseError, RunFolderError
 from etude.run.process_name import ENGINE, GATEWAY, PRODUCT, PRODUCTION, ProcessName
 
 HOST = "127.0.0.1"
-"""A run on one machine talks over loopback only."""
+"""Address of a run on one machine, which only uses loopback."""
 POLL_S = 0.1
-"""Interval at which a taken port is tried again."""
+"""Interval at which a port in use is tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class Ports:
     """Ports of a run's listening processes."""
 
     own: Mapping[ProcessName, int]
-    """For the run's own processes, on loopback."""
+    """Ports for the run's own processes, on loopback."""
     public: Mapping[ProcessName, int]
-    """For others, where others may come."""
+    """Ports for external clients, if those are allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Endpoints:
     file: Path
 
     def reserve(self, config: RunConfig, *, wait_s: float = 0.0) -> None:
-        """Decide where engines and gateways listen. Raises :class:`~etude.errors.PortInUseError`.
+        """Choose the ports of engines and gateways. Raises :class:`~etude.errors.PortInUseError`.
 
-        Waits up to ``wait_s`` for a port on which a predecessor still lets calls end.
+        Waits up to ``wait_s`` for a port on which a predecessor still finishes calls.
         """
         ports = probe_ports(config, wait_s=wait_s)
         table = {
@@ -90,9 +90,9 @@ class Endpoints:
 
 
 def listeners(config: RunConfig) -> dict[ProcessName, int]:
-    """Engines and gateways of a run on one machine, with the port that the recipe wants for each, 0 for any: of a
-    number, the first has it and each further one the next. Where versions are released users come to a gateway of
-    their own, which then has the gateway's port; engines for users have any.
+    """Engines and gateways of a run on one machine, each with the recipe's port, 0 for any; replicas have consecutive
+    ports. If versions are released, users have a separate gateway, which takes the gateway's port; engines for users
+    take any port.
     """
     release, engine, gateway = config.release, config.engine, config.gateway
     numbers = {ENGINE.command: (engine.port, engine.replicas), GATEWAY.command: (gateway.port, gateway.replicas)}
@@ -107,15 +107,15 @@ def listeners(config: RunConfig) -> dict[ProcessName, int]:
 
 
 def _sections(config: RunConfig) -> Mapping[str, EngineConfig | GatewayConfig]:
-    """The section of each command that listens."""
+    """Listening command → its section."""
     engine, gateway = config.engine, config.gateway
     return {ENGINE.command: engine, PRODUCTION.command: engine, GATEWAY.command: gateway, PRODUCT.command: gateway}
 
 
 def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> Ports:
-    """Ports for engines and gateways, as the recipe has them. Raises :class:`~etude.errors.PortInUseError`.
+    """Choose ports for engines and gateways by the recipe. Raises :class:`~etude.errors.PortInUseError`.
 
-    One that others than this run may reach has a port of its own for them.
+    A process with external clients has a separate port for them.
     """
     requested, sections = listeners(config), _sections(config)
     public = {name: port for name, port in requested.items() if sections[name.command].public}
@@ -133,8 +133,8 @@ def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> Ports:
 
 @contextlib.contextmanager
 def probe_port(requested: int, *, wait_s: float = 0.0, key: str = "port") -> Iterator[int]:
-    """Hold a port, any free one for 0. Raises :class:`~etude.errors.PortInUseError` naming the recipe's ``key`` when it
-    stays taken.
+    """Hold a port, any free one for 0. Raises :class:`~etude.errors.PortInUseError` naming the recipe's ``key`` if it
+    stays in use.
     """
     deadline_s = time.monotonic() + wait_s
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""The engine process: serves published weights and swaps them while it serves.
+"""The engine process: serves published weights and swaps them without stopping.
 
 weight store ──WeightFollower──▶ engine of the recipe's kind ──▶ tokens over HTTP, in one format for all kinds
                   ▲ which version
@@ -32,11 +32,11 @@ from etude.run.weight_follower import WeightFollower
 from etude.weights.log import WeightLog
 
 FIRST_POLL_S = 0.5
-"""Interval at which a log without any version is asked for one."""
+"""Interval at which an empty weight log is polled for its first version."""
 
 
 def run_engine(folder: RunFolder, name: ProcessName) -> None:
-    """Serve until told to stop."""
+    """Serve until a stop signal."""
     run_until_signal(serve(folder, folder.config(), name))
 
 
@@ -56,7 +56,7 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
         follower = stack.enter_context(
             closing(await asyncio.to_thread(WeightFollower, log, largest_state(spec), target))
         )
-        stack.enter_context(outages)  # ends before the follower, whose calls wait for it
+        stack.enter_context(outages)  # closed before the follower, whose calls may wait in it
         base = frozen_base(folder.model, config)
         context = engine_context(config, spec, model_folder=folder.model, logs=logs, events=events, base=base)
         await first_version(log)
@@ -97,13 +97,13 @@ class ServedArm:
         return held_arm(self._table, self._engine, self._engines).version
 
     async def first(self) -> None:
-        """Wait until something is released: an engine for users has nothing to serve before."""
+        """Wait until a version is released: before that, an engine for users has nothing to serve."""
         while (table := await asyncio.to_thread(self._tables.newest)) is None:
             await asyncio.sleep(FIRST_POLL_S)
         self._table = table
 
     async def follow(self) -> None:
-        """Follow the routing table for ever."""
+        """Follow the routing table forever."""
         await self._tables.follow(self._receive)
 
     def _receive(self, table: RoutingTable) -> None:
@@ -111,6 +111,6 @@ class ServedArm:
 
 
 async def first_version(log: WeightLog) -> None:
-    """Wait until a log has a version: into a region's store a relay brings it."""
+    """Wait until a log has a version; a relay copies it into a region's store."""
     while await asyncio.to_thread(log.latest) is None:
         await asyncio.sleep(FIRST_POLL_S)

@@ -1,12 +1,12 @@
-"""Erasure: what is kept of live sessions goes, on request or after its time, from every place that has it.
+"""Erasure of live sessions, on request or after their retention time, from every place that stores them.
 
-    request ─▶ ledger: rollout, observation, a group that no batch has ─▶ payloads ─▶ tests ─▶ feedback store
+    request ─▶ ledger: rollout, observation, a group outside batches ─▶ payloads ─▶ tests ─▶ feedback store
 
-The order makes it safe to be killed at any point: the feedback store, which knows the request, forgets a session last.
-A session that a step is computing with stays until that step is committed; its request stays open.
+This order makes it safe to be killed at any point: the feedback store, which has the request, deletes a session last. A
+session used by a step in progress stays until that step is committed; its request stays open.
 
-What is kept elsewhere, and how long: an open session in the memory of its gateway until it has been idle for a quarter
-of an hour, its keys and values in an engine's prefix cache until they are needed for others; exports are their owner's.
+Other copies: an open session stays in its gateway's memory until it has been idle for 15 minutes, and its keys and
+values stay in an engine's prefix cache until the space is reused; exports are their owner's responsibility.
 """
 
 from etude.feedback.privacy import DeletionRequest
@@ -15,11 +15,11 @@ from etude.ledger.ledger import Ledger
 from etude.releases.store import ReleaseStore
 
 AT_ONCE = 500
-"""Expired sessions of one round."""
+"""Maximum number of expired sessions per round."""
 
 
 def carry_out(store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, now: float) -> list[DeletionRequest]:
-    """Do what open requests ask for; returns those that are done now. Others wait for a step to be committed."""
+    """Carry out open requests; returns those that are done. Others wait for a step to be committed."""
     requests = store.privacy.requests(is_open=True)
     if not requests:
         return []
@@ -29,7 +29,7 @@ def carry_out(store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, now:
 
 
 def expire(store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, keep_s: float, now: float) -> int:
-    """Erase sessions that ended longer than ``keep_s`` ago, some at a time; returns how many went."""
+    """Erase sessions that ended longer than ``keep_s`` ago, some at a time; returns their number."""
     sessions = store.privacy.expired(now - keep_s, AT_ONCE)
     gone = [session for session in sessions if not ledger.live.erase(session).is_busy]
     for session in gone:

@@ -1,13 +1,13 @@
-"""`etude eval`: try a published weight version on the held-out tasks, repeatedly, and keep every attempt.
+"""`etude eval`: try a published weight version on the held-out tasks, repeatedly, and store every attempt.
 
     version ──▶ evaluations/vNNNNNN-DIGEST.db: a ledger ──▶ what is missing? ──▶ engine, gateway, rollouts ──▶ tries
                                                                 └─ nothing ────────────────────────────────────▲
 
-The version is served from a scratch run folder; what is kept is a ledger of its own beside the run's, which is only
-read. Of a run at a URL it is kept there as well, so that any machine goes on with it. Each pass over the tasks is a
-purpose in it, so whatever was tried is not tried again: an evaluation that was interrupted goes on, more passes or more
-tasks cost only themselves. A try that failed by infrastructure was repeated as in a run; one that failed every time is
-missing, and gets one more round with the next evaluation.
+The version is served from a scratch run folder. The tries are stored in a separate ledger next to the run's, which is
+only read; if the run has a URL, they are stored there too, so that any machine can continue. Each pass over the tasks
+is a purpose in that ledger, so a finished try is never repeated: an interrupted evaluation continues, and more passes
+or tasks only cost the additional tries. A try that fails because of infrastructure is repeated as in a run; one that
+fails every time is missing, and gets one more round in the next evaluation.
 """
 
 import asyncio
@@ -42,17 +42,17 @@ from etude.types import Disposition, Group, Rollout, Task, TurnKind
 POLL_S = 0.2
 """Interval at which engine and gateway are checked."""
 AT_ONCE = 2
-"""Passes that are under way at a time: a run tries its two ways together, too."""
+"""Passes in progress at a time: a run also tries its two sampling modes together."""
 EVALUATIONS = "evaluations"
 VERSION_DIGITS = 6
 """Folder with the ledgers of tries, in the run folder."""
 ENGINE_S = "engine-s"
-"""The fact in which a ledger of tries has its engine's busy time."""
+"""The ledger fact with the engine's busy time."""
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Is told how many tries have ended, of how many."""
+"""Called with the number of finished tries and the planned number."""
 TryAll = Callable[[str, Sequence[Task]], Awaitable[object]]
 """Tries each task once under a label, and returns when all have ended (``Dispatcher.evaluate``)."""
 
@@ -66,11 +66,11 @@ class EvalRequest:
     tasks: int | None = None
     """``None``: the recipe's number."""
     passes: int = 1
-    """Sampled tries of each task."""
+    """Number of sampled tries per task."""
     greedy: bool = True
-    """True if each task is tried greedily, too: once, as that gives nearly the same every time."""
+    """True if each task is also tried once greedily, which gives nearly the same result every time."""
     suite: SuiteConfig | None = None
-    """Other tasks than the run's own, scored as the suite says, with a ledger of their own."""
+    """A suite of other tasks, with its own scoring and its own ledger; ``None``: the run's tasks."""
 
     def __post_init__(self) -> None:
         for option, number in (("--passes", self.passes), ("--tasks", self.tasks)):
@@ -78,15 +78,15 @@ class EvalRequest:
                 raise ConfigError(f"{option} {number}: expected 1 or more")
 
     def labels(self) -> dict[Way, list[str]]:
-        """The purposes of the passes, way by way."""
+        """Purposes of the passes by sampling mode."""
         sampled = [f"sampled-{number}" for number in range(self.passes)]
         return {"sampled": sampled, "greedy": ["greedy"]} if self.greedy else {"sampled": sampled}
 
 
 def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambda ended, planned: None) -> Evaluation:
-    """Make the missing attempts of an evaluation, and return all that it asks for.
+    """Make the missing attempts of an evaluation, and return all of its attempts.
 
-    Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
+    Raises :class:`~etude.errors.UserError` for a version that does not exist, or if no attempt succeeds.
     """
     copies = KeptFiles(folder, EVALUATIONS)
     version, digest = identified(folder, request.version)
@@ -96,7 +96,7 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
     bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
-        number = len(heldout_tasks(open_family(config), number))  # there may be fewer
+        number = len(heldout_tasks(open_family(config), number))  # the family may have fewer
     if not _is_done(ledger, labels, number):
         try:
             with serving_version(folder, version, ledger=ledger, recipe=config) as served:
@@ -108,7 +108,7 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
 
 
 def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> Evaluation:
-    """The tries of an evaluation so far; none is made. Raises as :meth:`Archive.open` does."""
+    """The tries of an evaluation so far, without new ones. Raises as :meth:`Archive.open` does."""
     config, ledger, number = _trial(folder, request, version, digest)
     parts, labels = config.reward.parts, request.labels()
     with Archive.open(ledger) as archive:
@@ -128,7 +128,7 @@ def ledger_of_tries(folder: RunFolder, version: int, digest: str, suite: str = "
     """The ledger of the evaluations of a version: of the run's own tasks, or those of a suite by the name of its
     tries (:func:`~etude.run.suite_trials.trial_name`).
 
-    Versions with the same weights share the one of the first that was tried.
+    Versions with equal weights share the ledger of the first one tried.
     """
     folder_of_tries = folder.path / EVALUATIONS
     ending = f"-{digest[:12]}" + (f"-{suite}" if suite else "") + ".db"
@@ -153,7 +153,7 @@ def _trial(folder: RunFolder, request: EvalRequest, version: int, digest: str) -
 
 
 def _keep(copies: KeptFiles, ledger: Path) -> None:
-    """Keep a ledger of tries at the URL of its run; where that is away the tries are only here, which is told."""
+    """Upload a ledger of tries to the URL of its run; if that is unavailable, print that the tries are only local."""
     try:
         copies.keep(f"{EVALUATIONS}/{ledger.name}")
     except InfrastructureError as error:
@@ -161,7 +161,7 @@ def _keep(copies: KeptFiles, ledger: Path) -> None:
 
 
 def identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
-    """The version that is meant, and the digest of its weights."""
+    """The number of a version (``None``: the newest) and the digest of its weights."""
     log = open_log(folder)
     version = log.latest() if version is None else version
     record = None if version is None else log.read(version)
@@ -174,16 +174,16 @@ def identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
 
 
 def _is_done(ledger: Path, labels: Sequence[str], tasks: int) -> bool:
-    """True if every task of every pass has been tried with success."""
+    """True if every task of every pass has a successful try."""
     if not ledger.exists():
         return False
-    Ledger.open(ledger).close()  # brings forward an older étude's
+    Ledger.open(ledger).close()  # migrates the schema of an older étude
     with Archive.open(ledger) as archive:
         return not any(missing(archive, label, tasks) for label in labels)
 
 
 async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, watch: "TryCount") -> None:
-    """Measure while looking after engine and gateway; raises when one of them cannot be kept alive."""
+    """Evaluate while supervising engine and gateway; raises if one of them cannot be kept alive."""
     async with background_task(_measure(served, request, tasks)) as tried:
         while not tried.done():
             served.supervisor.check()
@@ -214,13 +214,13 @@ async def _in_turn(places: asyncio.Semaphore, work: Coroutine[None, None, None])
         async with places:
             await work
     finally:
-        work.close()  # where it never had its turn
+        work.close()  # in case it was never awaited
 
 
 async def one_pass(ledger: Ledger, try_all: TryAll, label: str, tasks: Sequence[Task]) -> None:
-    """Try each task once; tasks that every earlier round is missing get one new round.
+    """Try each task once; tasks that failed in every earlier round get one new round.
 
-    Raises :class:`~etude.errors.RunFolderError` where other tasks were tried under that label.
+    Raises :class:`~etude.errors.RunFolderError` if other tasks were tried under that label.
     """
     due, is_new = list(range(len(tasks))), False
     for name in rounds(label):
@@ -235,14 +235,14 @@ async def one_pass(ledger: Ledger, try_all: TryAll, label: str, tasks: Sequence[
 def rounds(label: str) -> Iterator[str]:
     """The purposes (labels) of a pass's rounds: all tasks, then those missing from the round before.
 
-    What a round is missing ascends, so more tasks add to its end: the tasks of every round stay where they are.
+    Missing tasks are in ascending order, so added tasks come last and the positions in every round stay the same.
     """
     yield label
     yield from (f"{label}.again-{number}" for number in count(1))
 
 
 def _same(group: Group, task: Task) -> Group:
-    """The group, which is one of that task. Raises :class:`~etude.errors.RunFolderError`."""
+    """Return the group if it belongs to ``task``. Raises :class:`~etude.errors.RunFolderError`."""
     if group.task.task_id != task.task_id:
         raise RunFolderError(
             f"a held-out task was {group.task.task_id} when it was tried and is {task.task_id} now: the tasks have "
@@ -252,7 +252,7 @@ def _same(group: Group, task: Task) -> Group:
 
 
 def _note_engine_time(parts: RolloutParts, served: ServedRun) -> None:
-    """Add to what is known how long the engine was busy."""
+    """Add the engine's busy time to the ledger fact."""
     events = (logged.event for logged in EventReader(served.folder.events).new())
     busy_s = sum(event.busy_s for event in events if isinstance(event, EngineStats))
     known_s = float(parts.ledger.facts.get(ENGINE_S) or 0.0)
@@ -261,7 +261,7 @@ def _note_engine_time(parts: RolloutParts, served: ServedRun) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TryCount:
-    """Tells the caller how far an evaluation is."""
+    """Reports the progress of an evaluation to the caller."""
 
     ledger: Path
     labels: Sequence[str]
@@ -269,7 +269,7 @@ class TryCount:
     progress: Progress
 
     def look(self) -> None:
-        """Count what has been tried."""
+        """Count the finished tries."""
         if self.ledger.exists():
             with Archive.open(self.ledger) as archive:
                 of = [census for census in archive.census() if census.purpose.partition(".")[0] in self.labels]
@@ -283,7 +283,7 @@ def missing(archive: Archive, label: str, tasks: int) -> list[int]:
 
 
 def last_failure(ledger: Path, labels: Sequence[str]) -> str:
-    """Reason for which the last try of some passes failed that infrastructure prevented; empty where none did."""
+    """Reason of the last try in some passes that failed because of infrastructure; empty if there is none."""
     with Archive.open(ledger) as archive:
         for census in reversed(archive.census()):
             if census.purpose.partition(".")[0] in labels:

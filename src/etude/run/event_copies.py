@@ -1,12 +1,12 @@
-"""Events of a run at its URL: what each process appends to its file is sent there as small immutable objects.
+"""Events of a run at its URL: each process's appended events are uploaded as small immutable objects.
 
-    events/trainer/000000000000.jsonl      named by the place of its first byte in the file, whole lines
+    events/trainer/000000000000.jsonl      named by the offset of its first byte in the file, whole lines
     events/trainer/000000004711.jsonl      …
 
-So the file of a process is one stream, wherever the process goes on: on a new machine its file begins as a copy of what
-was sent. Events are for people: what a machine had not yet sent when it was lost is missing, and no process waits for
-them to be sent, but a trainer that is about to commit a step. Owns sending and fetching; what events say is
-:mod:`etude.telemetry`'s.
+So the file of a process is one stream on every machine: on a new machine its file starts as a copy of the uploaded
+part. Events are for people: events not yet uploaded when a machine was lost are missing, and no process waits for
+uploads except a trainer about to commit a step. This module owns uploads and downloads; :mod:`etude.telemetry` owns the
+content of events.
 """
 
 import logging
@@ -24,9 +24,9 @@ from etude.objects import Objects
 from etude.run.rounds import Rounds
 
 MOST_BYTES = 4 << 20
-"""Bytes of one object, but for a longer line."""
+"""Maximum bytes of one object, unless a single line is longer."""
 AT_A_TIME = 16
-"""Objects that are fetched at a time."""
+"""Number of concurrent downloads."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,31 +41,31 @@ class _EventObject:
 
     @property
     def end(self) -> int:
-        """Place behind its last byte."""
+        """The offset after its last byte."""
         return self.start + self.size_bytes
 
 
 @final
 class EventCopies(Closing):
-    """Sends what is appended to one process's event file, on a thread of its own, until it is closed."""
+    """Uploads what is appended to one process's event file, on a separate thread, until it is closed."""
 
     def __init__(self, objects: Objects, folder: Path, process: str) -> None:
         self._objects = objects
         self._file = folder / f"{process}.jsonl"
         self._process = process
         self._sent: int | None = None
-        """Bytes that are there; ``None`` before the storage was asked."""
+        """Bytes already in the storage; ``None`` before the first listing."""
         self._is_sound = True
-        """False once another process was found to write this stream."""
+        """False once another writer of this stream was detected."""
         self._lock = Lock()
         self._rounds = Rounds(f"copies of {self._file.name}", self.catch_up)
 
     def close(self) -> None:
-        """Send the last ones, if that can be done soon."""
+        """Upload the last events, if that is quickly possible."""
         self._rounds.close()
 
     def catch_up(self) -> None:
-        """Send what is new; where the storage is away that is tried again later, and told."""
+        """Upload new events; if the storage is unavailable, report it and retry later."""
         with self._lock:
             try:
                 self._is_sound = self._is_sound and self._send()
@@ -73,7 +73,7 @@ class EventCopies(Closing):
                 logger.warning("events of %s are not copied yet: %s", self._process, error)
 
     def _send(self) -> bool:
-        """Send the whole lines that are new; false where another process writes this stream."""
+        """Upload the new complete lines; false if another process writes this stream."""
         if self._sent is None:
             segments = _streams(self._objects, self._process).get(self._process, ())
             self._sent = segments[-1].end if segments else 0
@@ -88,19 +88,19 @@ class EventCopies(Closing):
                     if not there or not data.startswith(there):
                         logger.warning("%s/%s is another process's: its events are not copied", self._objects.url, key)
                         return False
-                    data = there  # sent before, when the answer was lost; the file has grown since
+                    data = there  # uploaded before, but the answer was lost; the file has grown since
                 self._sent += len(data)
         return True
 
     def _whole_lines(self, stream: BinaryIO) -> bytes:
-        """The lines behind what is sent, without one that is being written."""
+        """The complete lines after the uploaded part."""
         stream.seek(self._sent or 0)
         return b"".join(line for line in stream.readlines(MOST_BYTES) if line.endswith(b"\n"))
 
 
 @final
 class EventDownloads(Closing):
-    """Keeps the event files in a folder up to what processes elsewhere have sent, until it is closed."""
+    """Updates the event files in a folder with the uploads of processes on other machines, until it is closed."""
 
     def __init__(self, objects: Objects, folder: Path) -> None:
         self._objects = objects
@@ -108,7 +108,7 @@ class EventDownloads(Closing):
         self._rounds = Rounds("downloads of events", self._fetch)
 
     def close(self) -> None:
-        """Fetch the last ones, if that can be done soon."""
+        """Download the last events, if that is quickly possible."""
         self._rounds.close()
 
     def _fetch(self) -> None:
@@ -119,10 +119,10 @@ class EventDownloads(Closing):
 
 
 def fetch_events(objects: Objects, folder: Path, process: str = "") -> None:
-    """Bring the event files in a folder up to what was sent, all or that of one process, and leave those alone that
-    have more.
+    """Update the event files in a folder, or only that of ``process``, from the uploads; files with more events are
+    unchanged.
 
-    Raises :class:`~etude.errors.DamagedError` naming an object that is missing.
+    Raises :class:`~etude.errors.DamagedError` naming a missing object.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, segments in _streams(objects, process).items():
@@ -130,7 +130,7 @@ def fetch_events(objects: Objects, folder: Path, process: str = "") -> None:
         local = file.read_bytes() if file.exists() else b""
         shipped = [segment for segment in segments if segment.end <= len(local)]
         if shipped and objects.get(shipped[-1].key) != local[shipped[-1].start : shipped[-1].end]:
-            shipped = []  # written by a machine that the run has left since
+            shipped = []  # written by a machine that the run no longer uses
         missing = segments[len(shipped) :]
         if missing:
             whole = local[: shipped[-1].end if shipped else 0] + b"".join(_read(objects, missing))
@@ -151,7 +151,7 @@ def _read(objects: Objects, segments: Sequence[_EventObject]) -> list[bytes]:
 
 
 def _streams(objects: Objects, process: str = "") -> dict[str, list[_EventObject]]:
-    """The objects of each process, or of one, in their order."""
+    """The objects of each process, or of ``process`` only, in order."""
     streams: dict[str, list[_EventObject]] = {}
     for entry in objects.entries(process):
         path = PurePosixPath(entry.key)

@@ -46,7 +46,7 @@ def export_run(folder: RunFolder, out: Path, version: int | None, *, peft: bool 
 
 
 def _merged(folder: RunFolder, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a base and its adapter, added up in float32 and rounded to the type that the run publishes."""
+    """The weights of a base and its adapter, added in float32 and rounded to the type that the run publishes."""
     config, model = folder.config(), read_model(folder.model)
     assert isinstance(model, Decoder), "refused with the recipe"
     attach(model, adapter_spec(config), base=base_of(state))

@@ -1,14 +1,14 @@
-"""The feedback process: live sessions whose windows are over in, groups of one for the trainer and facts for releases
-out.
+"""The feedback process: turns live sessions whose windows have ended into groups of one for the trainer and facts for
+releases.
 
     feedback store ──Joiner──▶ joined sessions ──LiveRewards──▶ ledger: ready, or stale
-                                                     └────────▶ releases: sessions of each arm, which A/B tests count
+                                                     └────────▶ releases: sessions of each arm, for A/B tests
 
     consumes: closed windows      waits for: the next one      woken by: its own polling
-    produces: live groups, what tests count      on shutdown: dies at any point
+    produces: live groups, counts for tests      on shutdown: may die at any point
 
-Each session is taken at least once and counted exactly once: ledger and releases know its id. Owns the wiring and what
-a session counts for in tests; what it is worth is :mod:`etude.run.live_rewards`'s.
+Each session is taken at least once and counted exactly once: ledger and releases know its id. This module owns the
+wiring and the metrics of a session in tests; :mod:`etude.run.live_rewards` computes its reward.
 """
 
 import asyncio
@@ -37,17 +37,17 @@ from etude.types import JoinedSession
 
 DAY_S = 86_400.0
 RIGHTS_S = 5.0
-"""Pause between two looks for requests for deletion, and for sessions whose time is over."""
+"""Pause between two checks for deletion requests and for sessions past their retention time."""
 POLL_S = 0.2
-"""Pause between two looks for windows that are over."""
+"""Pause between two checks for windows that have ended."""
 REWARD = "reward"
-"""Metric of releases that is the formula's; others are the kinds of signals."""
+"""Release metric with the reward of the formula; the other metrics are the kinds of signals."""
 
 
 def run_feedback(folder: RunFolder) -> None:
-    """Join and hand on live sessions until a stop signal.
+    """Join live sessions and pass them on until a stop signal.
 
-    Raises :class:`~etude.errors.UserError` where none are kept.
+    Raises :class:`~etude.errors.UserError` if none are stored.
     """
     run_until_signal(_serve(folder, folder.config()))
 
@@ -76,12 +76,12 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
             if unix_s() >= due_s:
                 keep_records(store, ledger, releases, feedback.keep_days)
                 due_s = unix_s() + RIGHTS_S
-            if not joiner.step(unix_s()):  # this process does nothing else, and SQLite stays with its thread
+            if not joiner.step(unix_s()):  # blocking is fine here, and SQLite stays on its thread
                 await asyncio.sleep(POLL_S)
 
 
 def keep_records(store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, keep_days: float) -> None:
-    """Finish requests for deletion that had to wait for a step, and forget the sessions whose time is over."""
+    """Finish deletion requests that had to wait for a step, and delete sessions past their retention time."""
     for request in carry_out(store, ledger, releases, unix_s()):
         tell_person(f"deletion request {request.request_id} is done: {request.sessions} sessions are gone")
     while keep_days and expire(store, ledger, releases, keep_days * DAY_S, unix_s()):
@@ -89,7 +89,7 @@ def keep_records(store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, k
 
 
 def metrics_of(joined: JoinedSession, scored: ScoredSession) -> dict[str, float]:
-    """Metrics by which arms are compared: the reward, and the mean of each kind of signal that there was."""
+    """Metrics by which arms are compared: the reward, and the mean of each kind of signal present."""
     values: dict[str, list[float]] = {}
     for signal in joined.signals:
         values.setdefault(signal.kind.value, []).append(signal.value)

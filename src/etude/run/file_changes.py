@@ -1,11 +1,10 @@
-"""Changes to files that the calls of a rollout ask for, as lines to show: pure.
+"""File changes requested by a rollout's calls, as lines for display. Pure functions.
 
     task's files, `read` outputs ──▶ known lines ──edit──▶ diff of the call ──accepted──▶ known lines, diff of the file
 
-Nothing is executed again: a line is known from the task or because the model was shown it. Understands the built-in
-tools and, by the names of their arguments, the usual ones of other harnesses: an old and a new text, a whole file, a
-patch.
-What a shell command does to files is not known.
+Nothing is executed again: a line is known from the task or because the model has seen it. This module understands the
+built-in tools and, by argument names, the usual tools of other harnesses: an old and a new text, a whole file, a patch.
+Changes by shell commands are unknown.
 """
 
 import re
@@ -16,23 +15,23 @@ from etude.dashboard.rollouts import ChangedFile, ReadLine
 from etude.harnesses import tools
 
 AROUND = 3
-"""Lines that stayed, before and after a change, that are shown with it."""
+"""Unchanged lines shown before and after a change."""
 MOST_COMPARED = 4_000
-"""Lines of the longer text up to which two are compared line by line; beyond, one takes the place of the other."""
+"""Maximum lines of the longer text for a comparison line by line; above, the new text replaces the old one."""
 MOST_LINES = 2_000
-"""Lines of a diff that are shown."""
+"""Maximum lines of a diff."""
 NUMBERED = re.compile(r"(\d{1,7}) (.*)")
 PATHS = ("path", "file_path", "filename", "file")
 REPLACEMENTS = (("old_str", "new_str"), ("old_string", "new_string"), ("old_text", "new_text"), ("search", "replace"))
 CONTENTS = ("file_text", "content", "contents")
-"""Names of arguments in other harnesses."""
+"""Argument names of a whole file in other harnesses."""
 PATCH = re.compile(r"^(\*\*\* Begin Patch|diff --git |@@ )", re.MULTILINE)
 HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)")
 HEADERS = ("diff --git ", "index ", "--- ", "+++ ", "*** ")
-"""Beginnings of lines of a patch that are of no file."""
+"""Prefixes of patch lines that are not file content."""
 
 Change = tuple[str, tuple[ReadLine, ...]]
-"""A path and the change to it; empty ones where there is none."""
+"""A path and the change to it; both are empty if there is none."""
 NOTHING: Change = ("", ())
 
 
@@ -44,7 +43,7 @@ class FileChanges:
         self._lines = {path: dict(enumerate(_split(text), start=1)) for path, text in files.items()}
 
     def call(self, tool: str, arguments: Mapping[str, str], output: str) -> Change:
-        """The change that a call asks for; ``output`` is what it came to, which says if it was carried out."""
+        """The change requested by a call; its ``output`` shows whether it was executed."""
         path = next((arguments[name] for name in PATHS if name in arguments), "")
         if tool == tools.READ and path:
             self._show(path, output)
@@ -64,11 +63,11 @@ class FileChanges:
         return (path or "patch", tuple(_patch_lines(patch))) if patch else NOTHING
 
     def files(self) -> tuple[ChangedFile, ...]:
-        """The files that the task brought along, with all changes to them that were carried out."""
+        """The task's files with all executed changes."""
         return tuple(ChangedFile(path=path, before=text, diff=self._whole(path)) for path, text in self._before.items())
 
     def _show(self, path: str, output: str) -> None:
-        """The model was shown numbered lines of a file."""
+        """Record numbered lines of a file that the model has seen."""
         line_texts = self._lines.setdefault(path, {})
         for line in output.split("\n"):
             match = NUMBERED.fullmatch(line)
@@ -77,7 +76,7 @@ class FileChanges:
             line_texts[int(match[1])] = match[2]
 
     def _edit(self, path: str, line: int, new: Sequence[str], output: str) -> tuple[ReadLine, ...]:
-        """One line gives way to some."""
+        """Replace one line by ``new`` lines."""
         line_texts = self._lines.setdefault(path, {})
         before = [_line(" ", n, line_texts[n]) for n in range(line - AROUND, line) if n in line_texts]
         removed = [_line("-", line, line_texts[line])] if line in line_texts else []
@@ -97,7 +96,7 @@ class FileChanges:
 
 
 def _difference(old: Sequence[str], new: Sequence[str], first: int | None) -> Iterator[ReadLine]:
-    """Lines of a diff, with some that stayed around each change; ``first`` is the number of the first line."""
+    """Lines of a diff, with unchanged lines around each change; ``first`` is the number of the first line."""
 
     def numbered(index: int) -> int | None:
         return None if first is None else first + index
@@ -118,7 +117,7 @@ def _difference(old: Sequence[str], new: Sequence[str], first: int | None) -> It
 
 
 def _patch_lines(patch: str) -> Iterator[ReadLine]:
-    """The lines of a patch, numbered where its hunks say where they begin."""
+    """The lines of a patch, numbered if its hunks have line numbers."""
     number: int | None = None
     for text in patch.split("\n")[:MOST_LINES]:
         if match := HUNK.match(text):

@@ -1,9 +1,9 @@
-"""Changes of a fleet while its run lives: somebody's (`etude fleet apply`), and those of its own.
+"""Changes of the fleet of a live run: by a user (`etude fleet apply`) or by automatic scaling.
 
-    consumes   the run's steps and its engines' busy time, as the supervisor at home reads them
+    consumes   the run's steps and its engines' busy time, as read by the supervisor at home
     produces   a new desired state, which each region's supervisor follows within seconds
 
-How many engines there are to be is decided in :mod:`etude.fleet.scaling`.
+:mod:`etude.fleet.scaling` decides the number of engines.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from etude.run.working_folder import keep
 
 
 def change_fleet(folder: RunFolder, fleet: FleetConfig) -> tuple[int, Desired]:
-    """Make ``fleet`` what is to run, and keep it with the run; returns the desired state with its generation.
+    """Declare ``fleet`` as the desired state and save it with the run; returns the generation and the desired state.
 
-    Raises :class:`~etude.errors.ConfigError` as a plan does.
+    Raises :class:`~etude.errors.ConfigError` as :func:`~etude.run.fleet_plan.plan_loop` does.
     """
     desired = desired_of(folder, fleet)
     remember_fleet(folder, fleet)
@@ -32,23 +32,23 @@ def change_fleet(folder: RunFolder, fleet: FleetConfig) -> tuple[int, Desired]:
 
 @final
 class EngineScaler:
-    """Follows the trainer with the number of engines, where the fleet says so."""
+    """Adapts the number of engines to the trainer's speed, if the fleet enables it."""
 
     def __init__(
         self, fleet: FleetConfig, change: Callable[[FleetConfig], object], notify: Callable[[str], None]
     ) -> None:
-        """``change`` makes another fleet what is to run."""
+        """``change`` declares a new fleet as the desired state."""
         self._change, self._notify = change, notify
         self._fleet = self._followed = fleet
-        """The newest fleet, and the one that is followed: the same once a change has come around."""
+        """The newest fleet, and the one that the supervisor follows: equal once a change has arrived there."""
         self._steps = 0
-        """Steps that were looked at."""
+        """Number of steps already evaluated."""
         self._since_s = 0.0
         self._table = _table_of(fleet)
 
     def look(self, run: RunMetrics, followed: FleetConfig) -> None:
-        """Take note of the run's new steps, and change the fleet if they say so. ``followed`` is the fleet that the
-        supervisor follows: somebody else's change is begun from.
+        """Evaluate the run's new steps, and change the fleet if needed. ``followed`` is the fleet that the supervisor
+        follows; a change by a user is the new starting point.
         """
         if followed != self._followed:
             self._followed = followed
@@ -72,7 +72,7 @@ class EngineScaler:
                 self._follow(self._table)
 
     def _follow(self, table: ScalingTable) -> None:
-        """Change the fleet to the numbers of the table."""
+        """Change the fleet to the engine counts of the table."""
         changed, words = [], []
         for region in self._fleet.regions:
             engines = table.counts.get(region.name, region.engines)
@@ -85,7 +85,7 @@ class EngineScaler:
 
 
 def _table_of(fleet: FleetConfig) -> ScalingTable | None:
-    """The table of the regions whose engines may change; ``None`` where there are none."""
+    """The scaling table of the regions whose number of engines may change; ``None`` if there are none."""
     regions = [region for region in fleet.regions if region.scaling.most]
     ranges = [
         EngineRange(

@@ -1,12 +1,12 @@
-"""Findings of `etude doctor --fleet` about the places of a fleet, from where it is called.
+"""Findings of `etude doctor --fleet` about the sites of a fleet, as seen from the calling machine.
 
     each region's store     round trip, rate, clock, and that it refuses to overwrite
-    production              its load, where its machines are lent by it
+    production              its load, if machines are lent according to it
     of a run, besides       the newest weights there; its gateways: keys, engines, versions, round trip
     of all sites            versions of étude, Python and torch, as supervisors saw them, and here
 
-Owns what is tried and what counts as slow. It leaves nothing behind, and needs no process of étude's but those it looks
-at.
+This module defines the probes and the limits for slow. It leaves nothing behind, and needs no étude process except
+those that it probes.
 """
 
 import asyncio
@@ -39,28 +39,28 @@ REGION_S = 60.0
 ROUND_TRIPS = 5
 PROBE_BYTES = 4 << 20
 SLOW_ROUND_TRIP_S = 0.5
-"""A store whose smallest answer takes longer is on the other side of the world, or overloaded."""
+"""A store with a longer round trip is on another continent or overloaded."""
 SLOW_BYTES_PER_S = 5e6
-"""Below this rate a full copy of a model of 8 GB takes half an hour."""
+"""Minimum transfer rate: below it a full copy of an 8 GB model takes half an hour."""
 GATEWAY_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 CLOCK_S = 2.0
-"""Clocks further apart than this confuse people who compare logs; no process of étude compares them."""
+"""Maximum clock difference: a larger one confuses people who compare logs; étude itself does not compare clocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMeasurement:
-    """A store, as it was found."""
+    """Measurements of a store."""
 
     round_trip_s: float
-    """Median time of reading an object that is not there."""
+    """Median time to read an object that does not exist."""
     put_bytes_per_s: float
     get_bytes_per_s: float
     clock_s: float
-    """By how much the store's clock is ahead of ours."""
+    """Seconds that the store's clock is ahead of ours."""
 
     @property
     def faults(self) -> Iterator[str]:
-        """Faults of it, in words: slow, or wrong."""
+        """Problems of the store, in words: slow, or wrong clock."""
         if self.round_trip_s > SLOW_ROUND_TRIP_S:
             yield "slow to answer"
         if min(self.put_bytes_per_s, self.get_bytes_per_s) < SLOW_BYTES_PER_S:
@@ -71,11 +71,11 @@ class StoreMeasurement:
 
 
 def measure_store(store: Objects) -> StoreMeasurement:
-    """Try a store. Raises :class:`~etude.errors.UserError` where it overwrites, and ``InfrastructureError``."""
+    """Probe a store. Raises :class:`~etude.errors.UserError` if it overwrites, and ``InfrastructureError``."""
     check_put_if_absent(store)
     key = f"{CLOCK_FOLDER}/{uuid4().hex}"
     round_trips_s = [_timed(lambda: store.get(key))[0] for _ in range(ROUND_TRIPS)]
-    data = os.urandom(PROBE_BYTES)  # some lines compress
+    data = os.urandom(PROBE_BYTES)  # random, as some networks compress
     put_s, _ = _timed(lambda: store.put_if_absent(key, data))
     get_s, _ = _timed(lambda: store.get(key))
     store.delete(key)
@@ -96,7 +96,7 @@ def _timed(call: Callable[[], object]) -> tuple[float, object]:
 
 
 async def look_at_fleet(fleet: FleetConfig, folder: RunFolder | None) -> AsyncIterator[MachineFinding]:
-    """Look at one region after another, telling of each part as it was found; with a run, also at its processes."""
+    """Probe one region after another and yield each finding; with a run, probe its processes too."""
     for region in fleet.regions:
         try:
             async with asyncio.timeout(REGION_S):
@@ -110,7 +110,7 @@ async def look_at_fleet(fleet: FleetConfig, folder: RunFolder | None) -> AsyncIt
 
 
 def _look_at_versions(fleet: FleetConfig, folder: RunFolder) -> MachineFinding:
-    """The versions of all sites side by side; a region whose supervisor has said nothing is named."""
+    """The versions of all sites side by side; names a region whose supervisor has reported nothing."""
     sites, silent = {"here": versions()}, []
     for region in fleet.regions:
         try:
@@ -130,8 +130,8 @@ def is_alike(sites: Mapping[str, Mapping[str, str]]) -> bool:
 
 
 def compare_versions(sites: Mapping[str, Mapping[str, str]], silent: Sequence[str] = ()) -> str:
-    """Tell what all sites share, and site by site what they do not: ``torch differs: 2.4 (here, eu); 2.5 (ap)``. Of the
-    ``silent`` ones nothing is known.
+    """Describe the versions that all sites share, and site by site those that differ: ``torch differs: 2.4 (here, eu);
+    2.5 (ap)``. The versions of ``silent`` sites are unknown.
     """
     parts = []
     for program in sites["here"]:
@@ -172,7 +172,7 @@ def _look_at_store(name: str, url: str) -> MachineFinding:
 
 
 def _look_at_production(region: RegionConfig) -> MachineFinding:
-    """The load by which the region's machines would be lent."""
+    """The production load that decides whether the region's machines are lent."""
     name = f"{region.name}: production"
     try:
         load = make_production(region.lending).load()
@@ -182,7 +182,7 @@ def _look_at_production(region: RegionConfig) -> MachineFinding:
 
 
 def _look_at_weights(name: str, folder: RunFolder, place: str) -> MachineFinding:
-    """The newest version in a region beside the newest at home."""
+    """The newest version in a region compared with the newest at home."""
     try:
         newest = open_log(folder).latest()
         log = open_store(weights_url(folder, place), creates=False, log_id=log_id_of(folder), far=True)
@@ -196,7 +196,7 @@ def _look_at_weights(name: str, folder: RunFolder, place: str) -> MachineFinding
 
 
 async def _look_at_gateways(region: RegionConfig, folder: RunFolder, place: str) -> list[MachineFinding]:
-    """The gateways of a region: those that its directory has, and how they answer."""
+    """The gateways in a region's directory, and their answers."""
     directory, title = open_directory(folder, place), f"{region.name}: gateways"
     try:
         urls = await asyncio.to_thread(directory.urls, GATEWAY.command)
@@ -217,7 +217,7 @@ async def _look_at_gateways(region: RegionConfig, folder: RunFolder, place: str)
 
 
 async def _ask(http: aiohttp.ClientSession, name: ProcessName, url: str) -> MachineFinding:
-    """Ask a gateway for its engines: who may, has its admin key."""
+    """Request a gateway's list of engines, which needs its admin key."""
     began_s = time.perf_counter()
     try:
         async with http.get(f"{url}/healthz") as answer:

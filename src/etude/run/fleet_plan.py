@@ -1,9 +1,9 @@
-"""The processes of a run on a fleet: a recipe and a fleet in, specs out. Pure; nothing is started here.
+"""The processes of a run on a fleet: process specs from a recipe and a fleet. Pure functions; nothing is started here.
 
-    serve        engines, in their regions        rollouts     at home, beside the ledger
-    gateway      in each region with engines      train        at home, one a node, all in one group
-    relay        in each region but home          sandboxes    machines that lend sandboxes, in their regions
-    production, product, feedback, release        engines and gateway for users, their signals, releases: at home
+    serve        engines, in their regions        rollouts     at home, near the ledger
+    gateway      in each region with engines      train        at home, one per node, all in one group
+    relay        in each region except home       sandboxes    machines that lend sandboxes, in their regions
+    production, product, feedback, release        engines and gateway for users, user signals, releases: at home
 
 A run on one machine is a fleet of one region, :func:`one_machine`.
 """
@@ -23,23 +23,23 @@ from etude.run.process_name import FEEDBACK, PRODUCT, PRODUCTION, RELEASE, Proce
 FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Commands that end when their work is done; the others serve until they are stopped."""
 LIKE = {"midtrain": "train", "sft": "train", "parity": "serve"}
-"""Command before the loop → the one whose resources it has, and in whose place it runs."""
+"""Command before the loop → the command of the loop whose resources and place it uses."""
 RUN_KEY, SANDBOXES_KEY = "ETUDE_RUN_KEY", "ETUDE_SANDBOXES_KEY"
 STORE_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-"""Credentials of an S3 store; where machines have a role of their own there are none."""
+"""Credentials of an S3 store; not set where machines have their own role."""
 ENGINE_PORT, GATEWAY_PORT, SANDBOXES_PORT = 8600, 8500, 8700
-"""Ports of processes that have a machine or a pod of their own; where the recipe names one, that one."""
+"""Default ports of processes with their own machine or pod, unless the recipe sets one."""
 ANY_ADDRESS = "0.0.0.0"
 
 
 def one_machine(config: RunConfig) -> FleetConfig:
-    """One machine alone, with as many engines and gateways as the recipe says."""
+    """A fleet of one machine, with the recipe's numbers of engines and gateways."""
     home = RegionConfig(name="home", engines=config.engine.replicas, gateways=config.gateway.replicas)
     return FleetConfig(home=home.name, regions=(home,))
 
 
 def process_spec(name: ProcessName, fleet: FleetConfig, run: str, *, port: int = 0) -> ProcessSpec:
-    """Describe one process of a run's own commands; ``run`` is the run's folder or URL."""
+    """Describe one étude process of a run; ``run`` is the run's folder or URL."""
     arguments = [name.command, "--run", run]
     if name.replica:
         arguments += ["--replica", str(name.replica)]
@@ -57,19 +57,19 @@ def process_spec(name: ProcessName, fleet: FleetConfig, run: str, *, port: int =
 
 
 def is_gated(config: RunConfig) -> bool:
-    """True if engine and trainer are compared first: two programs of étude's, or a model that transformers computes."""
+    """True if engine and trainer are compared before RL: if both are étude's, or if transformers computes the model."""
     return config.engine.kind == "native" or config.model.impl == "hf"
 
 
 def is_gated_early(config: RunConfig) -> bool:
-    """True if the parity gate can begin beside mid-training: with random weights of the recipe's shape, on a processor,
-    where it takes no room from the phase.
+    """True if the parity gate can start during mid-training: with random weights of the recipe's shape, on a CPU, where
+    it takes no memory from the phase.
     """
     return is_gated(config) and isinstance(config.model.shape, ModelShape) and config.engine.device == "cpu"
 
 
 def plan_phases(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
-    """Plan all that comes before the loop of a new run, in its order."""
+    """Plan everything before the loop of a new run, in order."""
     gate = ("parity",) if is_gated(config) else ()
     return tuple(spec for command in (*phases_of(config), *gate) for spec in plan_phase(command, config, fleet, run))
 
@@ -78,7 +78,7 @@ def plan_phase(command: str, config: RunConfig, fleet: FleetConfig, run: str) ->
     """Plan a phase before the loop: the parity gate, one process at home, or mid-training or SFT, one on each node of
     the trainer.
 
-    Raises :class:`~etude.errors.ConfigError` where a phase's ranks cannot be divided among the nodes.
+    Raises :class:`~etude.errors.ConfigError` if a phase's ranks cannot be divided among the nodes.
     """
     if ranks_of(config, command) == 1:
         return (process_spec(ProcessName(command=command), fleet, run),)
@@ -88,7 +88,7 @@ def plan_phase(command: str, config: RunConfig, fleet: FleetConfig, run: str) ->
 def plan_loop(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
     """Plan the processes of the asynchronous phase, in all regions.
 
-    Raises :class:`~etude.errors.ConfigError` where the trainer's ranks cannot be divided among its nodes.
+    Raises :class:`~etude.errors.ConfigError` if the trainer's ranks cannot be divided among its nodes.
     """
     return (
         *(spec for region in fleet.regions for spec in _plan_region(config, fleet, region, run)),
@@ -99,7 +99,7 @@ def plan_loop(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessS
 
 
 def _live_processes(config: RunConfig) -> Iterator[ProcessName]:
-    """The processes by which signals of users are learnt from, and versions reach them, where the recipe has those."""
+    """The processes that collect user signals and release versions to users, if the recipe has them."""
     if config.feedback.window_s:
         yield FEEDBACK
     if config.release.enabled:
@@ -138,7 +138,7 @@ def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, ru
 
 
 def _plan_ranks(command: str, config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[ProcessSpec]:
-    """One process a node of the trainer: each starts the node's ranks, or is the one that there is."""
+    """Plan one process per node of the trainer: it starts the node's ranks, or is the only rank."""
     nodes, ranks = fleet.trainer.nodes, ranks_of(config, command)
     if ranks % nodes:
         key = "parallel.dp" if command == "train" else "parallel.imitation_dp"
@@ -161,21 +161,25 @@ def _plan_ranks(command: str, config: RunConfig, fleet: FleetConfig, run: str) -
 
 
 def resources_of(command: str, fleet: FleetConfig) -> Resources:
-    """The resources that a fleet gives to each process of a command; phases before the loop have another's."""
+    """The resources that a fleet gives to each process of a command; a phase before the loop uses those of another
+    command (``LIKE``).
+    """
     section = fleet.resources.get(LIKE.get(command, command))
     return Resources() if section is None else Resources(**section.model_dump())
 
 
 def devices_of(fleet: FleetConfig) -> list[str]:
-    """Settings of a recipe that follow from a fleet: ``auto`` would ask this machine for a GPU, which is another's."""
+    """Recipe settings that follow from a fleet: ``auto`` would look for a GPU on this machine instead
+    of the fleet's.
+    """
     sections = {"train": "trainer.device", "serve": "engine.device"}
     return [f'{key}="cuda"' for command, key in sections.items() if resources_of(command, fleet).gpus]
 
 
 def replicas_of(fleet: FleetConfig) -> list[str]:
-    """Settings of a recipe by which the endpoints of a run have a row for each engine and gateway at home.
+    """Recipe settings that give the run's endpoints one row for each engine and gateway at home.
 
-    Engines with GPUs are none of them: a recipe with several would share those of one machine.
+    Engines with GPUs are excluded: a recipe with several would divide the GPUs of one machine.
     """
     if resources_of("serve", fleet).gpus:
         return []

@@ -1,11 +1,11 @@
-"""The keeper of one region that is not home: engines, gateways and relays there, as home's desired state says.
+"""The supervisor of a region other than home: runs its engines, gateways and relays by home's desired state.
 
-    consumes   desired state at the run's URL; the run's recipe; what a launcher sees
+    consumes   desired state at the run's URL; the run's recipe; process statuses of a launcher
     produces   observed state in the region's store
-    waits for  the first desired state, which `etude run --fleet` writes when the phases before the loop are over
-    on stop    the region's processes are stopped; where this dies they go on, and its successor takes them over
+    waits for  the first desired state, which `etude run --fleet` writes after the phases before the loop
+    on stop    the region's processes are stopped; if this process dies they continue, and its successor adopts them
 
-A region that is cut off goes on with what it has: nobody calls anybody across regions to place something.
+A region that is cut off continues with its last state: no placement needs a call across regions.
 """
 
 import time
@@ -20,15 +20,15 @@ from etude.run.supervision import Supervisor
 from etude.run.working_folder import open_run_folder
 
 POLL_S = 0.2
-"""Interval at which the processes are looked at."""
+"""Interval at which the processes are checked."""
 HOME_S = 2.0
-"""Interval at which it is looked for a run that has not been placed yet."""
+"""Interval at which home is polled for a run that has not been placed yet."""
 
 
 def keep_region(run: str, region: str, notify: Callable[[str], None]) -> None:
-    """Supervise a region of the run at a URL, for ever.
+    """Supervise a region of the run at a URL, forever.
 
-    Raises :class:`~etude.errors.ConfigError` for home, or for no region at all.
+    Raises :class:`~etude.errors.ConfigError` for home or an empty region.
     """
     name = ProcessName(command="supervisor", region=region)
     folder = _placed_run(run, name, notify)
@@ -63,7 +63,9 @@ def keep_region(run: str, region: str, notify: Callable[[str], None]) -> None:
 
 
 def _placed_run(run: str, name: ProcessName, notify: Callable[[str], None]) -> RunFolder:
-    """The working folder of a run, once home has placed it on a fleet; while home is away, the one that is here."""
+    """The working folder of a run, once home has placed it on a fleet; while home is unavailable, the existing local
+    one.
+    """
     is_told = False
     while True:
         folder = None

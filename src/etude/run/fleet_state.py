@@ -1,17 +1,18 @@
-"""The desired and the observed state of a run's fleet, as objects in its stores: nobody calls anybody to place things.
+"""The desired and the observed state of a run's fleet, as objects in its stores, so that placement needs no calls
+between processes.
 
-    HOME'S STORE/fleet/desired/00000003           what is to run, in all regions; the newest generation counts
-    REGION'S STORE/fleet/desired/00000003         the region's copy, for as long as home is out of reach
-    REGION'S STORE/fleet/observed/000000000042    what its supervisor saw last
-    REGION'S STORE/fleet/drained/serve-1@eu       a process that is not to run
+    HOME'S STORE/fleet/desired/00000003           the processes of all regions; the newest generation is valid
+    REGION'S STORE/fleet/desired/00000003         the region's copy, used while home is unreachable
+    REGION'S STORE/fleet/observed/000000000042    its supervisor's last observation
+    REGION'S STORE/fleet/drained/serve-1@eu       a process that must not run
 
-Desired state names programs, so it counts only if it was signed by a key of the run (HMAC-SHA256 over number and data):
-who may write to a bucket but has no key can have processes drained, and none started.
+Desired state names programs, so it is valid only if signed with a key of the run (HMAC-SHA256 over number and data):
+someone with write access to the bucket but no key can drain processes, but not start any.
 
-- consumes: home's desired state and the region's drained names, every ``FOLLOW_S``, on threads of their own: a store
-  that is away holds up no supervisor
-- produces: observed state, when something changed and every ``OBSERVE_S``
-- on shutdown: nothing is left to do
+- consumes: home's desired state and the region's drained names, every ``FOLLOW_S``, on separate threads: an
+  unavailable store does not block the supervisor
+- produces: observed state, on a change and every ``OBSERVE_S``
+- on shutdown: nothing to do
 """
 
 import hashlib
@@ -33,13 +34,13 @@ from etude.objects import Objects
 from etude.run.machine_info import versions
 
 FLEET_FOLDER = "fleet"
-"""Folder of a store with the state of the fleet."""
+"""Folder in a store for the state of the fleet."""
 DESIRED, OBSERVED, DRAINED = "desired", "observed", "drained"
 FOLLOW_S = 2.0
 OBSERVE_S = 10.0
-"""Longest time between two observations: an older one says that nobody looks."""
+"""Longest time between two observations: an older one means that no supervisor is running."""
 TRIES = 20
-"""Times that a generation is tried with the next number."""
+"""Attempts to declare a generation, each with the next number."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,11 @@ class FleetObjects:
     """The run's key for desired state."""
 
     def generation(self) -> int:
-        """The newest number of a desired state; 0 for none."""
+        """The newest generation of desired state; 0 for none."""
         return max((int(key.rpartition("/")[2]) for key in self.objects.list(DESIRED)), default=0)
 
     def desired(self, generation: int) -> Desired:
-        """The desired state of a number. Raises :class:`~etude.errors.RunFolderError` for one that does not count."""
+        """The desired state of a generation. Raises :class:`~etude.errors.RunFolderError` if it is not valid."""
         name = f"{DESIRED}/{generation:08d}"
         signature, _, data = (self.objects.get(name) or b"").partition(b"\n")
         if not hmac.compare_digest(signature, self._signature(generation, data)):
@@ -69,7 +70,7 @@ class FleetObjects:
             raise RunFolderError(f"{self.objects.url}/{name} is of another étude: {error}") from error
 
     def declare(self, desired: Desired) -> int:
-        """Make a desired state the newest one, if it is not; returns its generation."""
+        """Make ``desired`` the newest generation, unless it is; returns its number."""
         for _ in range(TRIES):
             newest = self.generation()
             if newest and self.desired(newest) == desired:
@@ -78,32 +79,32 @@ class FleetObjects:
         raise InfrastructureError(f"{self.objects.url}: the desired state is changed by others all the time")
 
     def copy(self, generation: int, desired: Desired) -> None:
-        """Put a desired state under its number, unless there is one."""
+        """Store a desired state under its generation, unless that exists."""
         data = desired.dump()
         signed = self._signature(generation, data) + b"\n" + data
         self.objects.put_if_absent(f"{DESIRED}/{generation:08d}", signed)
 
     def drain(self, name: str) -> None:
-        """Let a process end, and not be placed again."""
+        """Mark a process to end and not to be placed again."""
         self.objects.put_if_absent(f"{DRAINED}/{name}", b"")
 
     def undrain(self, name: str) -> None:
-        """Let it be placed again."""
+        """Allow a process to be placed again."""
         self.objects.delete(f"{DRAINED}/{name}")
 
     def drained(self) -> frozenset[str]:
-        """All that are drained."""
+        """Names of all drained processes."""
         return frozenset(key.removeprefix(f"{DRAINED}/") for key in self.objects.list(DRAINED))
 
     def observe(self, observed: Observed) -> None:
-        """Say what is seen; older observations go."""
+        """Store an observation and delete older ones."""
         older = self.objects.list(OBSERVED)
         number = int(older[-1].rpartition("/")[2]) + 1 if older else 1
         if self.objects.put_if_absent(f"{OBSERVED}/{number:012d}", observed.dump()):
             self.objects.delete(*older)
 
     def observed(self) -> tuple[Observed, float] | None:
-        """The newest observation, and its age in seconds by the storage's clock; ``None`` before there is any."""
+        """The newest observation, and its age in seconds by the storage's clock; ``None`` if there is none yet."""
         entries = self.objects.entries(OBSERVED)
         data = self.objects.get(entries[-1].key) if entries else None
         if data is None:
@@ -123,14 +124,16 @@ class FleetState(Closing):
     """The state of a fleet, as one supervisor follows it and adds to it."""
 
     def __init__(self, own: FleetObjects, home: FleetObjects | None = None) -> None:
-        """``own`` is in the store of the supervisor's region; ``home`` in home's, where that is another one."""
+        """``own`` is in the store of the supervisor's region; ``home`` is in home's store, if that is a different
+        region.
+        """
         self.own = own
         self._home = home
         self.drained: frozenset[str] = frozenset()
-        """Processes that are not to run."""
+        """Processes that must not run."""
         self.generation = 0
         self.desired: Desired | None = None
-        """The newest desired state that was found."""
+        """The newest desired state read so far."""
         self._taken = 0
         self._seen: Observed | None = None
         self._written: Observed | None = None
@@ -140,30 +143,30 @@ class FleetState(Closing):
         self._threads = [self._thread("near", self.follow_near), self._thread("desired", self.follow_desired)]
 
     def start(self) -> None:
-        """Follow from now on, until closed; what is drained is known at once, if its store answers."""
+        """Start to follow the state, until closed; drained processes are read at once, if the store answers."""
         with suppress(InfrastructureError):
             self.follow_near()
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Follow no longer; a store that does not answer is not waited for."""
+        """Stop following, without waiting for a store that does not answer."""
         self._closed.set()
 
     def changed(self) -> Desired | None:
-        """The newest desired state, once."""
+        """The newest desired state, returned once; ``None`` if there is no new one."""
         if self.desired is None or self.generation == self._taken:
             return None
         self._taken = self.generation
         return self.desired
 
     def report(self, statuses: Mapping[str, ProcessStatus]) -> None:
-        """Let people know what is seen."""
+        """Publish the observed statuses."""
         host = os.uname().nodename
         self._seen = Observed(generation=self._taken, host=host, statuses=statuses, versions=self._versions)
 
     def follow_near(self) -> None:
-        """Read and write what lies in the region's own store, once. Raises as that does."""
+        """Read and write the region's own store once. Raises as the store does."""
         self.drained = self.own.drained()
         self._age_s += FOLLOW_S
         seen = self._seen
@@ -174,7 +177,7 @@ class FleetState(Closing):
             self._written, self._age_s = seen, 0.0
 
     def follow_desired(self) -> None:
-        """Look for a newer desired state at home, or, where that is away, among the region's copies, once."""
+        """Look once for a newer desired state at home or, if home is unavailable, among the region's copies."""
         if self._home is None:
             self._take(self.own)
             return
@@ -187,7 +190,7 @@ class FleetState(Closing):
             raise
 
     def _take(self, source: FleetObjects) -> bool:
-        """Take over the newest desired state of a store; true if it is a newer one."""
+        """Load the newest desired state of a store; true if it is newer than the current one."""
         generation = source.generation()
         if generation <= self.generation:
             return False
@@ -198,7 +201,7 @@ class FleetState(Closing):
         return Thread(target=self._work, args=(turn,), name=f"fleet state: {name}", daemon=True)
 
     def _work(self, turn: Callable[[], None]) -> None:
-        """Take turns; what fails is told once, and tried again."""
+        """Run ``turn`` repeatedly; a failure is reported once and retried."""
         has_failed = False
         while not self._closed.wait(FOLLOW_S):
             try:

@@ -1,4 +1,4 @@
-"""The state of a run's fleet as people look at it, out of what each region's supervisor wrote into its store."""
+"""The state of a run's fleet for display, from the observations that each region's supervisor wrote into its store."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,18 +10,18 @@ from etude.run.folder import RunFolder
 from etude.run.placement import fleet_objects
 
 LATE_S = 3 * OBSERVE_S
-"""An observation of a region that is older was followed by none."""
+"""Age above which a region's last observation counts as late: its supervisor has probably stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionStatus:
-    """One region, as it was seen last."""
+    """The last observed state of one region."""
 
     statuses: Mapping[str, ProcessStatus] = field(default_factory=dict)
     """Process → its state."""
     drained: frozenset[str] = frozenset()
     remark: str = ""
-    """A sentence where there is something to say about the whole."""
+    """A sentence about the region as a whole, or empty."""
     host: str = ""
     """Machine of its supervisor."""
     age_s: float | None = None
@@ -29,7 +29,7 @@ class RegionStatus:
 
 
 def region_status(folder: RunFolder, region: str, generation: int) -> RegionStatus:
-    """Look at a region, home where that is empty; ``generation`` is home's newest. A store that does not answer is a
+    """Read the status of a region (empty: home); ``generation`` is home's newest. An unavailable store becomes a
     remark.
     """
     try:
@@ -47,7 +47,7 @@ def region_status(folder: RunFolder, region: str, generation: int) -> RegionStat
 
 
 def state_words(status: ProcessStatus | None, *, is_drained: bool) -> str:
-    """One process in a word or a few."""
+    """The state of one process in a few words."""
     if is_drained:
         return "drained" if status is None else "draining"
     if status is None:

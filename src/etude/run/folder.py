@@ -16,7 +16,7 @@
     data/             copies of the recipe's data       run.url       where the run is, if elsewhere: then weights and
                       (etude.run.data_copies)                         payloads are there, and copies of the rest
 
-Owns names and the first checks; what is inside each file belongs to its own module.
+This module owns the names and the first checks; the content of each file belongs to its own module.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ from etude.run.process_name import ProcessName
 from etude.run.resolve import resolve, with_absolute_paths
 
 LEDGER_URL = "ledger.url"
-"""The file with the place of a ledger that is not in the folder."""
+"""The file with the URL of a ledger outside the folder."""
 FLEET_FILE = "fleet.toml"
-"""The file with the fleet that a run was last placed on; there is none where that is one machine."""
+"""The file with the fleet that a run was last placed on; absent for a run on one machine."""
 RUN_URL = "run.url"
-"""The file of a working folder with the URL that the run is at (:mod:`etude.run.working_folder`)."""
+"""The file of a working folder with the run's URL (:mod:`etude.run.working_folder`)."""
 LOG_ID = "weights.id"
-"""The file with the id of the run's log of weight versions; it is not in the store, which others may write to."""
+"""The file with the id of the run's log of weight versions; not in the store, as others may be able to write there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,12 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, ledger: str = "", at: str = "") -> "RunFolder":
-        """Make a new run, whose durable state is at ``ledger``, or where ``config`` says; with ``at`` it is the working
-        folder of one at that URL. What is ``auto`` there is resolved here and now, and its paths are made absolute.
+        """Create a new run with its durable state at ``ledger``, by default as in ``config``; with ``at`` it is the
+        working folder of a run at that URL. ``auto`` settings are resolved now, on this machine, and paths are made
+        absolute.
 
-        Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write, and what
-        :func:`~etude.run.resolve.resolve` does.
+        Raises :class:`~etude.errors.RunFolderError` if a run exists or the folder is not writable, and the errors of
+        :func:`~etude.run.resolve.resolve`.
         """
         folder = cls.check_new(path)
         resolved = with_absolute_paths(resolve(config))
@@ -71,7 +72,7 @@ class RunFolder:
             if at:
                 folder.record_url(at)
             for place in (folder.store, folder.payloads):
-                ObjectStore(place)  # makes the folder where it is one
+                ObjectStore(place)  # creates the folder if the store is one
             for part in (folder.events, folder.logs):
                 part.mkdir(exist_ok=True)
             make_key(folder)
@@ -88,7 +89,7 @@ class RunFolder:
 
     @classmethod
     def check_new(cls, path: Path) -> "RunFolder":
-        """The place of a new run. Raises :class:`~etude.errors.RunFolderError` where there is one already."""
+        """The place of a new run. Raises :class:`~etude.errors.RunFolderError` if there is one already."""
         folder = cls(path)
         if folder.config_file.exists():
             raise RunFolderError(
@@ -97,14 +98,14 @@ class RunFolder:
         return folder
 
     def record_url(self, url: str) -> None:
-        """Note in a working folder where its run is, and give it the folders that every run has."""
+        """Record the run's URL in a working folder, and create the folders of every run."""
         (self.path / RUN_URL).write_text(url + "\n", encoding="utf-8")
         for part in (self.events, self.logs):
             part.mkdir(exist_ok=True)
 
     @property
     def has_begun(self) -> bool:
-        """True once there is anything that a person may want to keep: a step of a phase, or a weight version."""
+        """True once there are results that a user may want to keep: a step of a phase, or a weight version."""
         if self.url and (ObjectStore(self.store).list("commits") or ObjectStore(f"{self.url}/phases").list("")):
             return True
         places = ("phases/*/checkpoints/*", "phases/*/model/lineage.json", "store/*", "evaluations/*")
@@ -112,7 +113,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, *, writes: bool = True) -> "RunFolder":
-        """Open an existing run; a reader needs no right to write.
+        """Open an existing run; a reader needs no write permission.
 
         Raises :class:`~etude.errors.RunFolderError`.
         """
@@ -124,7 +125,7 @@ class RunFolder:
         return folder
 
     def config(self) -> RunConfig:
-        """The resolved recipe: what was ``auto`` is named in it, so that every process reads the same."""
+        """The resolved recipe, without ``auto`` settings, so that every process uses the same values."""
         return resolve(load_recipe(self.config_file))
 
     @property
@@ -140,12 +141,12 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The words by which a person opens the run: its URL, or its folder."""
+        """The name with which a user opens the run: its URL or its folder."""
         return self.url or str(self.path)
 
     @property
     def url(self) -> str:
-        """The URL that the run is at; empty where it is in this folder alone."""
+        """The run's URL; empty if it is only in this folder."""
         file = self.path / RUN_URL
         return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
 
@@ -186,7 +187,7 @@ class RunFolder:
 
     @property
     def report_html(self) -> Path:
-        """The measured result, to look at."""
+        """The measured result as a web page."""
         return self.path / "report.html"
 
     def key(self, role: KeyRole) -> str:
@@ -206,7 +207,9 @@ def feedback_place(folder: RunFolder) -> str:
 
 
 def make_key(folder: RunFolder) -> None:
-    """Make the run's key where there is none: a new working folder has none, since it is never at the URL."""
+    """Create the run's key if it is missing: a new working folder has none, since the key is never
+    stored at the URL.
+    """
     if not has_run_key(folder.path):
         write_run_key(folder.path)
 
@@ -219,7 +222,7 @@ def start_from(start: RunFolder, folder: RunFolder) -> None:
 
 
 def require_empty(out: Path) -> None:
-    """Raise :class:`~etude.errors.RunFolderError` where something would be overwritten."""
+    """Raise :class:`~etude.errors.RunFolderError` if something would be overwritten."""
     if out.exists() and any(out.iterdir()):
         raise RunFolderError(f"{out} is not empty: choose another folder, nothing is overwritten")
 
@@ -230,7 +233,7 @@ POLL_S = 0.1
 
 @contextlib.contextmanager
 def exclusive(folder: RunFolder, process: str, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock of the process of that name; the kernel frees it when this process dies, however it dies.
+    """Hold the lock of a process name; the kernel releases it when this process dies, however it dies.
 
     Waits up to ``wait_s`` for a predecessor that is still cleaning up. Raises
     :class:`~etude.errors.RunFolderError` when another process holds it.
@@ -248,7 +251,7 @@ def exclusive(folder: RunFolder, process: str, *, wait_s: float = 0.0) -> Iterat
 
 
 def remove_unbegun(folder: RunFolder) -> None:
-    """Remove a run that has not begun, unless another process is at it: a corrected recipe finds its place free."""
+    """Remove a run that has not begun, unless another process uses it, so that a corrected recipe can use its place."""
     with contextlib.suppress(RunFolderError), exclusive(folder, "supervisor"):
         if not folder.has_begun:
             shutil.rmtree(folder.path)
@@ -256,7 +259,7 @@ def remove_unbegun(folder: RunFolder) -> None:
 
 def holder(folder: RunFolder, process: ProcessName) -> str:
     """The name under which a process that is :func:`exclusive` in its folder takes leases (:mod:`etude.ledger.leases`):
-    who had that name before is dead.
+    any previous process with that name is dead.
     """
     return f"{socket.gethostname()}:{folder.path.resolve()}:{process}"
 

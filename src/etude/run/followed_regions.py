@@ -1,13 +1,13 @@
-"""The regions of a run, as its rollouts see them: who their gateways are, what they serve, how much they take.
+"""The regions of a run as seen by its rollouts: their gateways, served versions and capacity.
 
-    directories of the regions ──gateways──▶ polls ──versions, places──▶ table of regions ──▶ sessions, admission
+    directories of the regions ──gateways──▶ polls ──versions, slots───▶ table of regions ──▶ sessions, admission
 
 - consumes: the directory of each region every ``DIRECTORY_S``, ``/healthz`` of each gateway every ``POLL_S``
 - produces: reports to :class:`~etude.rollouts.regional_sessions.RegionalSessions`
-- waits for: nothing; a region that does not answer is away, and comes back by answering
+- waits for: nothing; a region that does not answer is unavailable until it answers again
 - on shutdown: cancelled
 
-What follows from the reports is decided in :mod:`etude.fleet.regions`.
+:mod:`etude.fleet.regions` decides by these reports.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from etude.run.region_stores import open_directory
 from etude.telemetry.log import EventLog
 
 POLL_S = 0.1
-"""Interval of requests for the weight version that a region serves."""
+"""Interval at which a region's served weight version is polled."""
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
-"""For one such question: some round trips to the other side of the world."""
+"""Timeout of one such request: a few intercontinental round trips."""
 DIRECTORY_S = 1.0
 """Interval at which a region's directory is read."""
 SESSION_S = 10.0
-"""Longest time for opening or closing a session in a region: one that was cut off must not hold rollouts up."""
+"""Longest time for opening or closing a session in a region: a region that was cut off must not delay rollouts."""
 
 
 @final
@@ -56,7 +56,7 @@ class FollowedRegion:
 
 @final
 class ServedRegions:
-    """Asks all regions, for ever; called, it is the version at which rollouts may be admitted, −1 before any."""
+    """Polls all regions, forever; calling it returns the version at which rollouts may be admitted, −1 before any."""
 
     def __init__(
         self,
@@ -73,24 +73,24 @@ class ServedRegions:
         self._following = asyncio.create_task(self._follow(regions))
 
     def __call__(self) -> int:
-        """The newest version that enough of the capacity serves."""
+        """The newest version that a sufficient share of the capacity serves."""
         if self._following.done():
             self._following.result()
         return self._sessions.heard
 
     async def changed(self, version: int) -> None:
-        """Wait until it is another version than ``version``."""
+        """Wait until the version differs from ``version``."""
         await self._sessions.version_changed(version)
 
     async def reach(self, version: int) -> None:
-        """Wait until ``version`` is served. Raises :class:`~etude.errors.EngineUnavailable` when nothing is heard."""
+        """Wait until ``version`` is served. Raises :class:`~etude.errors.EngineUnavailable` if no region answers."""
         while self() < version:
             if time.monotonic() - self._heard_s > self._outage_s:
                 raise EngineUnavailable(f"no region has named a weight version for {self._outage_s:g} s")
             await asyncio.sleep(POLL_S)
 
     def close(self) -> None:
-        """Stop asking."""
+        """Stop polling."""
         self._following.cancel()
 
     async def _follow(self, regions: Sequence[FollowedRegion]) -> None:
@@ -111,7 +111,7 @@ class ServedRegions:
             heard = [answer for answer in answers if answer is not None]
             if heard:
                 self._heard_s = time.monotonic()
-                # Gateways of a region have the same engines: each is as much of its capacity as any other.
+                # Gateways of a region share its engines: each represents an equal part of its capacity.
                 places = max(answer.places for answer in heard)
                 oldest = min(answer.version for answer in heard)
                 self._sessions.report(region.name, RegionReport(version=oldest, places=places))
@@ -120,7 +120,7 @@ class ServedRegions:
             await asyncio.sleep(POLL_S)
 
     async def _ask(self, url: str) -> RegionReport | None:
-        """The oldest version that a gateway's engines serve, and their places; ``None`` where there is no answer."""
+        """The oldest version that a gateway's engines serve, and their slots; ``None`` without an answer."""
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._http.get(f"{url}/healthz", timeout=HEALTH_TIMEOUT) as answer:
                 if answer.status == 200:
@@ -131,7 +131,7 @@ class ServedRegions:
 
 
 async def _follow_directory(region: FollowedRegion) -> None:
-    """Keep the gateways of a region those of its directory; while that is away, those that it had."""
+    """Update the gateways of a region from its directory; they stay the same while that is unavailable."""
     while True:
         with suppress(InfrastructureError):
             urls = await asyncio.to_thread(region.directory.urls, GATEWAY.command)
@@ -144,7 +144,7 @@ async def open_regions(
     folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog
 ) -> AsyncIterator[tuple[RegionalSessions, ServedRegions]]:
     """Sessions in all regions of a run's fleet, and the version that they serve, while the context is open; ``events``
-    say how regions are used.
+    record the use of regions.
     """
     fleet = fleet_of(folder)
     assert fleet is not None, "a run on one machine has no regions"

@@ -4,10 +4,10 @@
                   ▲ polls                    │ turns ──▶ recorder ──▶ payloads
                   └ announcements            keys ◀── file
 
-    SIGTERM ─▶ /healthz says draining, new calls are turned away ─▶ calls in flight end, at most DRAIN_S ─▶ exit
-    a second signal ends the rest
+    SIGTERM ─▶ /healthz says draining, new calls are refused ─▶ calls in flight end, at most DRAIN_S ─▶ exit
+    a second signal cancels the rest
 
-Owns the parts of a gateway, their background tasks and how the process ends.
+This module owns the parts of a gateway, their background tasks and the shutdown of the process.
 """
 
 import asyncio
@@ -71,33 +71,33 @@ from etude.types import RouteSpace
 from etude.weights.log import WeightLog
 
 FRESH_S = 0.05
-"""Pause between polls of a run's own engines for the weights that it serves: rollouts start by that."""
+"""Pause between polls of a run's own engines for their weight version, which starts rollouts."""
 DRAIN_SHARE = 0.5
-"""Share of the time that a process of a run has to stop, for calls in flight."""
+"""Share of the shutdown time of a run's process that calls in flight may use."""
 DRAINED_S = 0.5
-"""Time for calls to end that had all of the drain already, like :data:`~etude.run.serving.SHUTDOWN_S`."""
+"""Time for calls to end that are cancelled after the drain, like :data:`~etude.run.serving.SHUTDOWN_S`."""
 ANNOUNCE_S = 0.5
-"""Pause between two looks for new versions in the weight log."""
+"""Pause between two polls of the weight log for new versions."""
 LAG_ROOM = 4
-"""Versions that an engine may be behind beyond what the recipe allows rollouts to be."""
+"""Number of versions that an engine may lag in addition to the staleness that the recipe allows rollouts."""
 COLLECT_AFTER = (50_000, 50, 100)
-"""Objects, and collections of the next younger kind, before Python looks for cycles again. A call makes hundreds of
-objects and none in a cycle; by default the collector would walk through all conversations every few hundred calls, in
-pauses that are the slowest calls.
+"""Thresholds of Python's garbage collector (``gc.set_threshold``). A call creates hundreds of objects and no cycle;
+with the default thresholds the collector would walk through all conversations every few hundred calls, and its pauses
+would be the slowest calls.
 """
 
 STATS_S = 2.0
-"""Time of which the calls are told together."""
+"""Period over which calls are summed into one event."""
 DIRECTORY_S = 0.5
-"""Pause between two looks for engines that were started elsewhere."""
+"""Pause between two polls of the directory for engines that were started elsewhere."""
 KEYS_S = 1.0
-"""Pause between two looks at the key file: a key that was revoked is dead within this time."""
+"""Pause between two polls of the key file: a revoked key stops working within this time."""
 EXPIRE_S = 30.0
-"""Pause between two looks for idle sessions."""
+"""Pause between two checks for idle sessions."""
 DRAIN_S = 30.0
-"""Calls in flight may take so long once the gateway was told to stop: most completions end sooner."""
+"""Longest time for calls in flight after a stop signal: most completions end sooner."""
 MAX_SESSION_TURNS = 4096
-"""Model calls of one session; each costs some kilobytes beside its tokens."""
+"""Model calls of one session; each needs some kilobytes in addition to its tokens."""
 ENGINE_FORM = re.compile(r"(?P<url>https?://[^@]+?)/*(@(?P<region>[A-Za-z0-9._-]+))?")
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ def _note_call(events: EventLog, record: RequestRecord) -> None:
 
 
 def _product_keys(folder: RunFolder, is_product: bool) -> tuple[Key, ...]:
-    """The key of the run's own product, which a gateway for users knows from the start."""
+    """The key of the run's own product, which a gateway for users accepts from the start."""
     if not is_product:
         return ()
     digest = digest_of(folder.key(KeyRole.PRODUCT))
@@ -247,9 +247,9 @@ def _session_limits(config: GatewayConfig) -> SessionLimits:
 
 @asynccontextmanager
 async def _connected(spec: "GatewaySpec", config: GatewayConfig, engine_key: str) -> "AsyncIterator[RunningGateway]":
-    """The parts, with connections to engines, which all have one key or none."""
+    """Open the parts of a gateway with connections to engines, which all share one key or have none."""
     async with (
-        # Engines are given up at the first trouble: the pool knows better than to wait for one of them.
+        # No retries on an engine: after the first failure the pool chooses another one.
         http_engines(0.0, key=engine_key) as connect,
         open_gateway(spec, config, SystemClock(), connect) as parts,
     ):
@@ -257,7 +257,7 @@ async def _connected(spec: "GatewaySpec", config: GatewayConfig, engine_key: str
 
 
 async def _serve_until_signal(parts: "RunningGateway", drain_s: float, *others: asyncio.Task[None]) -> None:
-    """Serve until a signal comes, or one of the tasks dies; then let the calls in flight end."""
+    """Serve until a signal arrives or one of the tasks fails; then let the calls in flight end."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
@@ -269,8 +269,7 @@ async def _serve_until_signal(parts: "RunningGateway", drain_s: float, *others: 
 
 
 async def announce(log: WeightLog, receive: Callable[[int, str], None]) -> None:
-    """Announce the digest of each version to ``receive``, for ever; while the store is away, as long as it takes,
-    nothing.
+    """Announce the digest of each version to ``receive``, forever; announce nothing while the store is unavailable.
 
     consumes: commit records; produces: announcements; waits for: the next version; woken by: its own polling; on
     shutdown: cancelled between two polls.
@@ -285,12 +284,12 @@ async def announce(log: WeightLog, receive: Callable[[int, str], None]) -> None:
                     receive(newest, record.digest)
                     announced = newest
         except DamagedError:
-            pass  # a record that cannot be read announces nothing; `etude weights` tells of it
+            pass  # an unreadable record is not announced; `etude weights` reports it
         await asyncio.sleep(ANNOUNCE_S)
 
 
 async def report_calls(gateway: Gateway, events: EventLog) -> None:
-    """Log the calls of each ``STATS_S`` that had any, for ever."""
+    """Log the calls of each period of ``STATS_S`` that had any, forever."""
     since_s = time.perf_counter()
     while True:
         await asyncio.sleep(STATS_S)
@@ -301,7 +300,9 @@ async def report_calls(gateway: Gateway, events: EventLog) -> None:
 
 
 def _keep_shadow(tables: RoutingTables, call: ShadowCall) -> None:
-    """Keep a shadow's call in the background; where the store is away it is lost, as one that was never drawn."""
+    """Store a shadow's call in the background; if the store is unavailable the call is lost, as if it had not been
+    sampled.
+    """
 
     def keep() -> None:
         with contextlib.suppress(InfrastructureError):
@@ -311,13 +312,13 @@ def _keep_shadow(tables: RoutingTables, call: ShadowCall) -> None:
 
 
 def _never(replica: int) -> bool:
-    """Say of an engine that nobody takes it back."""
+    """Return false: no engine is lent, so none can be taken back."""
     return False
 
 
 async def follow_engines(directory: Directory, pool: EnginePool, command: str, is_lent: Callable[[int], bool]) -> None:
-    """Keep the engines of ``pool`` those of ``command`` in a region's directory, for ever; while that is away, those
-    that it had. ``is_lent`` says of a replica whether production may take it back.
+    """Update the engines of ``pool`` to those of ``command`` in a region's directory, forever; while the directory is
+    unavailable, the pool stays as it is. ``is_lent`` is true for a replica that production may take back.
 
     consumes: the directory; produces: engines, which the pool polls; waits for: nothing; woken by: its own polling; on
     shutdown: cancelled between two polls.
@@ -341,7 +342,7 @@ def _replayed_routes(folder: RunFolder, config: RunConfig) -> RouteSpace | None:
     """The space of the routes that the trainer replays; ``None`` for none."""
     if config.numerics.replay == "off":
         return None
-    from etude.models.checkpoint import load_spec  # torch is most of this process's memory: only where it is needed
+    from etude.models.checkpoint import load_spec  # imports torch, which is most of this process's memory
     from etude.run.numerics import route_space
 
     return route_space(load_spec(folder.model, config.model.impl), config.numerics)
@@ -396,7 +397,7 @@ def _greeting(config: GatewayConfig, port: int, secret: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySpec:
-    """The settings of a gateway that its process decides."""
+    """The settings of a gateway that depend on its process."""
 
     chat: ChatFormat
     """The format of the model's conversations."""
@@ -404,25 +405,25 @@ class GatewaySpec:
     """The engines' bound on prompt and completion together, in tokens."""
     recorder: Recorder
     engines: tuple[EngineEntry, ...]
-    """The engines to begin with."""
+    """The initial engines."""
     keys: tuple[Key, ...] = ()
-    """Keys besides those of the file."""
+    """Keys in addition to those of the key file."""
     health: HealthLimits = DEFAULT_HEALTH
     sessions: SessionLimits = DEFAULT_LIMITS
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     access_log: Path | None = None
     arms: ReleasedArms | None = None
-    """The weights that users may meet; ``None``: whatever engines have."""
+    """The weights that may serve users; ``None``: any."""
     shadow_share: float = 0.0
-    """Share of users' calls that a shadow is asked, too."""
+    """Share of users' calls that are also sent to a shadow."""
     receive_shadow: Callable[[ShadowCall], None] = lambda call: None
-    """Takes what came of each."""
+    """Receives the result of each shadow call."""
     live: LiveRecorder | None = None
-    """Recorder of the sessions of users who consent; ``None``: none are recorded."""
+    """Recorder of the sessions of users who consent; ``None``: no recording."""
     more_routes: Callable[[GatewayState], RouteTable] = lambda state: {}
-    """Requests that it answers beside its own."""
+    """Routes served in addition to the gateway's own."""
     on_request: Callable[[RequestRecord], None] | None = None
-    """Is told of every request that is over, but for probes."""
+    """Called for every finished request except probes."""
 
 
 @final
@@ -437,7 +438,7 @@ class RunningGateway:
     tasks: tuple[asyncio.Task[None], ...] = field(default=())
 
     async def wait(self, *others: asyncio.Task[None]) -> None:
-        """Wait for ever, or for one of the tasks or of ``others`` to die, and raise what it died of."""
+        """Wait until one of the tasks or of ``others`` fails, and raise its error."""
         done, _ = await asyncio.wait([*self.tasks, *others], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -447,9 +448,9 @@ class RunningGateway:
 async def open_gateway(
     spec: GatewaySpec, config: GatewayConfig, clock: Clock, connect: Callable[[str], Engine]
 ) -> AsyncIterator[RunningGateway]:
-    """Run a gateway while the context is open; ``connect`` makes the client of an engine's URL.
+    """Run a gateway while the context is open; ``connect`` creates the client for an engine's URL.
 
-    Raises :class:`~etude.errors.ConfigError` when the key file is missing, ``DamagedError`` when it is none.
+    Raises :class:`~etude.errors.ConfigError` when the key file is missing, ``DamagedError`` when it is not a key file.
     """
     controller = AdmissionController(spec.admission)
     pool = EnginePool(
@@ -502,7 +503,7 @@ async def open_gateway(
 
 
 def _load_keys(key_file: KeyFile | None, keyring: Keyring, spec: GatewaySpec, clock: Clock) -> None:
-    """Take in the file's keys if it changed; those of the spec stay."""
+    """Load the keys of the file if it changed; the keys of the spec stay."""
     now = clock.now()
     if key_file is not None:
         key_file.refresh(keyring, now)
@@ -513,7 +514,7 @@ def _load_keys(key_file: KeyFile | None, keyring: Keyring, spec: GatewaySpec, cl
 
 
 async def _follow_keys(key_file: KeyFile, keyring: Keyring, spec: GatewaySpec, clock: Clock) -> None:
-    """Keep the keys those of the file; a file that cannot be read leaves them as they were."""
+    """Reload the keys whenever the file changes; an unreadable file leaves them unchanged."""
     while True:
         await asyncio.sleep(KEYS_S)
         try:

@@ -1,4 +1,4 @@
-"""Machines with GPUs by name, for plans of machines that are not here: ``h100x8`` is one with eight H100."""
+"""Machines with GPUs by name, for plans of other machines: ``h100x8`` has eight H100."""
 
 import re
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class GpuMachine:
     name: str
     gpus: int
     memory_bytes: int
-    """One GPU's."""
+    """Memory of one GPU."""
     kind: GpuKind | None = None
-    """``None`` where only numbers were given."""
+    """``None`` if only numbers were given."""
 
     @classmethod
     def parse(cls, name: str) -> "GpuMachine":
-        """The machine that ``h100x8`` names. Raises :class:`~etude.errors.ConfigError`."""
+        """The machine named like ``h100x8``. Raises :class:`~etude.errors.ConfigError`."""
         match = NAME.fullmatch(name)
         if match is None or match[1] not in load_gpus():
             raise ConfigError(

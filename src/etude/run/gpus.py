@@ -1,13 +1,12 @@
-"""The GPUs of this machine and the processes of a run that compute on them.
+"""The assignment of this machine's GPUs to the processes of a run.
 
-    [placement]                      by name                  without: engines first, then a GPU for each rank
+    [placement]                      by name                  default: engines first, then a GPU for each rank
     engine = [[0], [1]]              serve ─ 0, serve-1 ─ 1
     trainer = [2, 3]                 train ─ 2, 3
 
-A process sees its own GPUs alone (``CUDA_VISIBLE_DEVICES``). Where there is one GPU, engine and trainer share it, as
-long as each is one process. Mid-training and SFT have the trainer's GPUs where they have as many ranks, and otherwise
-those from the first on; the parity gate and those of releases compute on the first. Machines of a fleet are their
-launcher's to divide.
+A process only sees its own GPUs (``CUDA_VISIBLE_DEVICES``). With one GPU, engine and trainer share it if each is a
+single process. Mid-training and SFT use the trainer's GPUs if they have as many ranks, otherwise those from the first
+on; the parity gate and release gates use the first. On a fleet, the launcher assigns GPUs.
 """
 
 import math
@@ -27,18 +26,18 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def count_gpus(config: RunConfig) -> int:
-    """The GPUs of this machine; 0 where the run asks for none, whatever there is."""
+    """The GPUs of this machine; 0 if the run uses none, even if there are some."""
     if "cuda" not in {resolve_device(config.engine.device), resolve_device(config.trainer.device)}:
         return 0
-    import torch  # much of a small process's memory: only where there is something to look at
+    import torch  # much of a small process's memory: only if there may be a GPU
 
     return torch.cuda.device_count()
 
 
 def divide_gpus(config: RunConfig, count: int) -> dict[str, tuple[int, ...]]:
-    """Process → its GPUs, of ``count`` on this machine; empty where all that need one share the only one.
+    """Process → its GPUs, of ``count`` on this machine; empty if all processes share the only GPU.
 
-    Raises :class:`~etude.errors.ConfigError` where there are too few, or ``[placement]`` does not fit the processes.
+    Raises :class:`~etude.errors.ConfigError` if there are too few, or if ``[placement]`` does not match the processes.
     """
     named = config.placement
     engines = _engines(config) if resolve_device(config.engine.device) == "cuda" else []
@@ -59,7 +58,8 @@ def divide_gpus(config: RunConfig, count: int) -> dict[str, tuple[int, ...]]:
 
 
 def phase_gpus(config: RunConfig, shares: Mapping[str, tuple[int, ...]], count: int) -> dict[str, tuple[int, ...]]:
-    """Phase before RL → its GPUs, the trainer's of ``shares``, where it has as many ranks; others see all ``count``.
+    """Phase before RL → its GPUs, those of the trainer in ``shares`` if it has as many ranks; other phases see all
+    ``count``.
 
     Raises :class:`~etude.errors.ConfigError` where there are too few.
     """
@@ -74,7 +74,7 @@ def phase_gpus(config: RunConfig, shares: Mapping[str, tuple[int, ...]], count: 
 
 
 def with_gpus(specs: Sequence[ProcessSpec], shares: Mapping[str, tuple[int, ...]]) -> tuple[ProcessSpec, ...]:
-    """The processes, each told which GPUs it has; one without a share sees all."""
+    """The processes with their GPUs set; one without a share sees all."""
     return tuple(
         replace(spec, environment={**spec.environment, VISIBLE: _visible(own)})
         if (own := shares.get(spec.name)) is not None
@@ -84,12 +84,14 @@ def with_gpus(specs: Sequence[ProcessSpec], shares: Mapping[str, tuple[int, ...]
 
 
 def engine_gpus(config: RunConfig) -> int:
-    """GPUs of one engine: one, or over how many its server spreads a model."""
+    """Number of GPUs of one engine: one, or the number over which its server spreads a model."""
     return math.prod(engine_sizes(config))
 
 
 def engine_sizes(config: RunConfig) -> tuple[int, int, int]:
-    """(tensor, pipeline, data): over how many GPUs an engine's server spreads matrices, layers and sequences."""
+    """(tensor, pipeline, data): numbers of GPUs over which an engine's server spreads matrices, layers
+    and sequences.
+    """
     match config.engine.options:
         case VllmOptions(arguments=arguments):
             names = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
@@ -128,6 +130,6 @@ def _as_named(config: RunConfig, engines: Sequence[str], ranks: int, count: int)
 
 
 def _visible(gpus: Sequence[int]) -> str:
-    """The variable's value: GPUs are counted among those that this process sees."""
+    """The variable's value; GPU numbers are relative to those that this process sees."""
     seen = [part for part in os.environ.get(VISIBLE, "").split(",") if part]
     return ",".join(seen[gpu] if seen else str(gpu) for gpu in gpus)

@@ -1,7 +1,7 @@
-"""GPUs by name: what they hold, how fast they are and what they cost, each figure with its source.
+"""GPUs by name: memory, speed and price, each figure with its source.
 
-For plans of machines that are not here. ``hardware.toml`` beside this file has those that ship; a file of one's own
-adds to them or replaces them.
+Used for plans of other machines. ``hardware.toml`` next to this file has the built-in GPUs; a user's file adds to them
+or replaces them.
 """
 
 import tomllib
@@ -22,7 +22,7 @@ Market: TypeAlias = Literal["on_demand", "spot"]
 
 
 class Figure(Section):
-    """A figure, and where it was read."""
+    """A figure and its source."""
 
     value: float = Field(gt=0)
     source: str = Field(min_length=1)

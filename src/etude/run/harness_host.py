@@ -2,9 +2,9 @@
 
     directories of the regions ──every FOLLOW_S──▶ RunGateways ──may be reached──▶ clients of the host
 
-A session's gateway is known only when its rollout starts, and gateways come and go; so a host asks where they are, as
-rollouts do. An entry counts only if the run signed it (:mod:`etude.run.directory`). Owns what a client may ask for
-because of the run; what else it may is the host's operator's to say.
+A session's gateway is known only when its rollout starts, and gateways start and stop; so a host reads the directories,
+as rollouts do. An entry is valid only if the run signed it (:mod:`etude.run.directory`). This module owns the
+permissions that follow from the run; the host's operator decides on all others.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from etude.run.rollouts import mounts_beside
 from etude.sandboxes.remote.principals import SandboxClient
 
 FOLLOW_S = 0.5
-"""Interval at which the directories are read: sooner than rollouts read them, who ask for what they found."""
+"""Interval at which the directories are read: more often than rollouts, which request what they found there."""
 
 
 @final
@@ -42,7 +42,7 @@ class RunGateways:
         return place in self._named or any(place in places for places in self._places.values())
 
     async def follow(self) -> None:
-        """Keep the gateways those of the directories, for ever; while a store is away, those that it had."""
+        """Update the gateways from the directories, forever; while a store is unavailable, its gateways stay."""
         async with asyncio.TaskGroup() as group:
             for region in self._directories:
                 group.create_task(self._follow_region(region))

@@ -1,7 +1,7 @@
 """Hints of a run: the finder, and the insertion points in the contexts of its model.
 
-Wiring only: rules are :mod:`etude.rewards.shaping.hints`', the place of a hint :mod:`etude.tokens.reminders`'. What the
-trainer makes of them is :mod:`etude.run.distillation`'.
+Wiring only: :mod:`etude.rewards.shaping.hints` has the rules, :mod:`etude.tokens.reminders` the position of a hint,
+:mod:`etude.run.distillation` the trainer's use of hints.
 """
 
 from etude.config.recipe import RunConfig
@@ -12,10 +12,10 @@ from etude.tokens.reminders import Reminders
 
 
 def open_hints(config: RunConfig, chat: ChatFormat, judge: HintProvider | None) -> HintFinder | None:
-    """Finder of hints in a run's rollouts; ``None`` where the recipe asks for none.
+    """Finder of hints in a run's rollouts; ``None`` if the recipe has none.
 
-    ``judge`` is there exactly where the recipe asks for one. Raises :class:`~etude.errors.ConfigError` where the
-    model's chat template takes no hint.
+    ``judge`` is given exactly if the recipe uses one. Raises :class:`~etude.errors.ConfigError` if the model's chat
+    template accepts no hint.
     """
     hints = config.hints
     if not hints.weight:

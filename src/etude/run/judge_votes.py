@@ -1,7 +1,8 @@
-"""Votes that a run's judge gave about one rollout, with reasons: found again by what it was shown.
+"""Votes of a run's judge about one rollout, with reasons, looked up by the judge's input.
 
-A rollout records the values of its aspects, not the votes behind them. These are in the judge's caches, each under a
-digest of rubric, parameters, task and text; all of that is still known, so the digests are made again. Reads only.
+A rollout records the values of its aspects, not the votes behind them. The votes are in the judge's caches, each under
+a digest of rubric, parameters, task and text; all of these are still known, so the digests can be computed again.
+Read-only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from etude.types import Task, TurnKind
 
 
 def votes_about(folder: RunFolder, config: RunConfig, task: Task, spoken: Sequence[SpokenTurn]) -> tuple[ReadVote, ...]:
-    """The votes about a rollout of a task, by aspect; none without a judge, or where its caches are gone."""
+    """The votes about a rollout of a task, by aspect; none without a judge, or if its caches no longer exist."""
     if config.judge.kind == "none":
         return ()
     with StoredVotes(sorted(folder.path.glob("judge-*.db"))) as stored:
@@ -46,7 +47,7 @@ def _votes(stored: StoredVotes, config: RunConfig, task: Task, spoken: Sequence[
 
 
 def _answers(spoken: Sequence[SpokenTurn]) -> list[str]:
-    """Texts that may have been judged as the answer: the last one said, as it is or as what a call of it hands in."""
+    """Texts that may have been judged as the answer: the last message, or the argument of a call that submits it."""
     texts = [THOUGHTS.sub("", turn.text).strip() for turn in spoken if turn.kind is TurnKind.ACT]
     last = next(filter(None, reversed(texts)), "")
     call = tools.parse_call(last)

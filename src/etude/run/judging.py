@@ -1,9 +1,9 @@
 """The judge of a recipe, assembled for a run or for the command line.
 
-    [judge] ──▶ rubrics, calibrations ──▶ trusted? ──▶ endpoint (a model's, or rules served here) ──▶ parts, hints
+    [judge] ──▶ rubrics, calibrations ──▶ trusted? ──▶ endpoint (a model's, or local rules) ──▶ parts, hints
 
-Owns the wiring and the files: votes and spending are in the run folder, with copies at the URL of the run; calibrations
-are beside the rubrics. Decisions are made in :mod:`etude.rewards.judge`.
+This module owns the wiring and the files: votes and spending are in the run folder, with copies at the URL of the run;
+calibrations are next to the rubrics. :mod:`etude.rewards.judge` makes the decisions.
 """
 
 import contextlib
@@ -54,11 +54,11 @@ logger = logging.getLogger(__name__)
 OPENAI = "api.openai.com"
 """The host of OpenAI's own API."""
 RECHECK_EVERY = 50
-"""Judgements of an aspect after which an item of its calibration is judged again: two calls in a hundred, at most."""
+"""Number of judgements of an aspect after which a calibration item is judged again: at most two calls in a hundred."""
 COPY_S = 30.0
-"""Interval at which votes and costs are copied to the URL of a run, at first."""
+"""Initial interval at which votes and costs are copied to the URL of a run."""
 CACHE_ENTRIES = 100_000
-"""Votes that are kept in the run folder: some ten megabytes."""
+"""Maximum number of votes stored in the run folder: about ten megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class JudgeState:
     folder: Path
     """The run's folder."""
     worker_id: int = 0
-    """Number of the rollouts process: each has files of its own."""
+    """Number of the rollouts process: each has its own files."""
 
     @property
     def votes(self) -> Path:
-        """The cache."""
+        """The cache of votes."""
         return self.folder / f"judge-{self.worker_id}.db"
 
     @property
@@ -82,12 +82,12 @@ class JudgeState:
 
     @property
     def spending(self) -> SpendFile:
-        """Spend of this process, and of the others."""
+        """Spend of this process and of the others."""
         return SpendFile(self.folder, self.worker_id)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of all these in the folder."""
+        """Names of all these files in the folder."""
         return (self.votes.name, f"judge-spend-{self.worker_id}.json", "judge-held.txt")
 
 
@@ -96,7 +96,7 @@ def synced_judge_state(folder: RunFolder, memory: JudgeState) -> Iterator[None]:
     """Restore the votes and the spending of this worker's judge from the URL of the run, and copy them there while the
     context is open; does nothing for a run without a URL.
 
-    Raises :class:`~etude.errors.DamagedError` for a copy that is not whole.
+    Raises :class:`~etude.errors.DamagedError` for an incomplete copy.
     """
     files = KeptFiles(folder, f"judge/{memory.worker_id}")
     files.bring()
@@ -121,7 +121,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenJudge:
-    """The open judge of a run and the parts that use it."""
+    """The open judge of a run and the components that use it."""
 
     judge: Judge
     parts: JudgedParts
@@ -129,7 +129,7 @@ class OpenJudge:
 
 
 def rules_of(config: RunConfig) -> Rules:
-    """The rules of a task family. Raises :class:`~etude.errors.ConfigError` where it has none."""
+    """The rules of a task family. Raises :class:`~etude.errors.ConfigError` if it has none."""
     match config.tasks.family:
         case "summaries":
             return Rules(version=SUMMARY_RULES_VERSION, by_aspect=SUMMARY_RULES)
@@ -138,7 +138,9 @@ def rules_of(config: RunConfig) -> Rules:
 
 
 def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
-    """Rubrics by aspect. Raises :class:`~etude.errors.ConfigError` for an unreadable one or one of another aspect."""
+    """Rubrics by aspect. Raises :class:`~etude.errors.ConfigError` for an unreadable rubric or one of
+    another aspect.
+    """
     rubrics = {aspect: parse_rubric(text, f"judge.rubrics.{aspect}") for aspect, text in config.rubrics.items()}
     for aspect, rubric in rubrics.items():
         if aspect in BESIDE:
@@ -170,7 +172,7 @@ def judge_fingerprints(config: RunConfig) -> Mapping[str, str]:
 
 
 def reward_digest(config: RunConfig) -> str:
-    """SHA-256 of what the parts of a recipe's reward are made of, rubrics included; empty for a recipe without any."""
+    """SHA-256 of the definitions of a recipe's reward parts, including rubrics; empty for a recipe without parts."""
     return digest_of(reward_spec(config.reward, judge_fingerprints(config))) if config.reward.parts else ""
 
 
@@ -181,7 +183,7 @@ def calibrations_of(config: JudgeConfig) -> Mapping[str, Calibration]:
 
 def check_judge(config: RunConfig) -> None:
     """Raise :class:`~etude.errors.ConfigError` for a judge that cannot be used, whose budget is too small, or that is
-    not to be trusted with an aspect that a part of the reward names.
+    not trusted with an aspect named by a reward part.
     """
     if config.judge.kind == "none":
         return
@@ -216,7 +218,7 @@ def check_budget(config: RunConfig) -> None:
 
 
 async def check_key(config: RunConfig) -> None:
-    """Check that the endpoint of the recipe's judge accepts the key of the environment; costs nothing.
+    """Check that the endpoint of the recipe's judge accepts the key from the environment; costs nothing.
 
     Raises :class:`~etude.errors.ConfigError` if it does not, and :class:`~etude.errors.JudgeUnavailable` if it cannot
     be reached.
@@ -241,7 +243,7 @@ async def open_judge(
     memory: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[OpenJudge | None]:
-    """Check and open the judge of a run, for the aspects that parts of the reward name; ``None`` without a judge.
+    """Check and open the judge of a run, for the aspects named by reward parts; ``None`` without a judge.
 
     Without a ``memory`` no votes or spending are stored. Raises :class:`~etude.errors.ConfigError`.
     """
@@ -267,7 +269,9 @@ async def open_judge(
 
 
 async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem]]) -> Mapping[str, Calibration]:
-    """Judge labelled items, aspect by aspect, and compare. Raises :class:`~etude.errors.JudgeUnavailable`."""
+    """Judge labelled items, aspect by aspect, and compare with the labels. Raises
+    :class:`~etude.errors.JudgeUnavailable`.
+    """
     rubrics, params = rubrics_of(config.judge), judge_params(config)
     calibrations: dict[str, Calibration] = {}
     async with contextlib.AsyncExitStack() as stack:
@@ -292,7 +296,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
 
 
 async def _judged(judge: Judge, rubric: Rubric, items: Sequence[LabelledItem], at_once: int) -> Sequence[Judgement]:
-    """Judge some items at a time, so that none times out while it waits for its turn."""
+    """Judge ``at_once`` items at a time, so that none times out in the queue."""
     judgements: list[Judgement] = []
     for start in range(0, len(items), at_once):
         inputs = [JudgeInput(task=item.task, work=item.work) for item in items[start : start + at_once]]
@@ -325,7 +329,7 @@ async def open_unchecked_judge(
     memory: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[Judge]:
-    """Open the recipe's judge, whether or not it is to be trusted."""
+    """Open the recipe's judge without checking whether it is trusted."""
     async with endpoint_of(config, http) as endpoint:
         deps = _deps(config, endpoint, memory=memory, alarm=alarm)
         with deps.cache:
@@ -359,7 +363,9 @@ def _deps(
 
 
 def _limit_name(url: str) -> str:
-    """The name of the limit on a reply's tokens, which differs between OpenAI's newer models and all other servers."""
+    """Parameter name of the token limit of a reply, which differs between OpenAI's newer models and all
+    other servers.
+    """
     return "max_completion_tokens" if urlsplit(url).hostname == OPENAI else "max_tokens"
 
 
@@ -368,7 +374,7 @@ def _limits(config: JudgeConfig) -> JudgeLimits:
 
 
 def rollout_budget(config: JudgeConfig) -> BudgetLimit:
-    """Judge budget of one rollout's reward; its hints have the same again."""
+    """Judge budget of one rollout's reward; its hints have a second budget of the same size."""
     return BudgetLimit(
         per="rollout",
         calls=config.required_options.calls_per_rollout,

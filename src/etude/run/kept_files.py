@@ -1,12 +1,12 @@
-"""Files of a working folder that are kept at a place below the URL of its run, and brought from there.
+"""Upload of a working folder's files to a place below the run's URL, and download from there.
 
-    files/            what makes the run what it is; every process has them (:mod:`etude.run.working_folder`)
+    files/            the definition of the run, for every process (:mod:`etude.run.working_folder`)
     evaluations/      ledgers of `etude eval`
     judge/0/          votes of a rollouts process's judge, what they cost, and why judging is paused
 
-A place has sets of files, of which the newest counts (:mod:`etude.run.stored_files`). A disk remembers the number of
-the set that it had last: where there is a newer one, another machine put it, and its files replace those here. A
-database is kept as it is at one moment, also while it is written to.
+A place has sets of files, of which the newest is valid (:mod:`etude.run.stored_files`). Each disk stores the number of
+its last set: a newer set comes from another machine, and its files replace the local ones. A database is uploaded as a
+consistent snapshot, even while it is written to.
 """
 
 import os
@@ -25,32 +25,32 @@ from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import FileSet, StoredFile, stored_file
 
 TRIES = 100
-"""Times that a set of files is put anew because another process put one."""
+"""Attempts to upload a set of files after another process uploaded one."""
 RECENT = 2
-"""Sets of a place with one writer that stay: somebody may be reading the one before."""
+"""Sets retained at a place with one writer: a process may still read the previous one."""
 DATABASE = ".db"
-"""Suffix of SQLite's files, which have others beside them."""
+"""Suffix of SQLite databases, which have additional files."""
 MOST_COPIED_BYTES = 1 << 20
-"""Bytes of a file that may be replaced while it is kept: a report, a recipe, what a judge has spent."""
+"""Maximum bytes of a file that may be replaced during the upload: a report, a recipe, a judge's spending."""
 
 
 @final
 class KeptFiles:
     """The files at one place; does nothing for a run without a URL.
 
-    Every method raises :class:`~etude.errors.InfrastructureError` when the storage does not do its part.
+    Every method raises :class:`~etude.errors.InfrastructureError` when the storage fails.
     """
 
     def __init__(self, folder: RunFolder, place: str, outages: StoreOutages | None = None) -> None:
         self._folder = folder
         self._stored = open_run_files(folder, place, outages) if folder.url else None
         self._had = folder.path / f".{place.replace('/', '-')}.kept"
-        """The file with the number of the set that this disk had last."""
+        """The file with the number of this disk's last set."""
 
     def bring(self) -> None:
-        """Fetch the newest set, unless this disk had it; nobody may have its files open.
+        """Download the newest set, unless this disk has it; no process may have its files open.
 
-        Raises :class:`~etude.errors.DamagedError` for a file that is not whole.
+        Raises :class:`~etude.errors.DamagedError` for an incomplete file.
         """
         if self._stored is None:
             return
@@ -67,11 +67,11 @@ class KeptFiles:
         self._note(newest)
 
     def keep(self, *names: str, whole: bool = False) -> None:
-        """Keep files of the folder, and those below folders, as they are now.
+        """Upload the current files and folders ``names``.
 
-        The other files of the newest set stay in it, whoever else keeps some at the same time; a disk that has not had
-        them is still to :meth:`bring` them. With ``whole`` these are all, and this is the only process that keeps any
-        there: then older sets go.
+        The other files of the newest set stay in it, even with concurrent uploads; a disk without them must still
+        :meth:`bring` them. With ``whole``, ``names`` are the complete set and this is the only writer; older sets are
+        then deleted.
         """
         if self._stored is None:
             return
@@ -105,7 +105,7 @@ class KeptFiles:
             os.close(descriptor)
 
     def _last(self) -> int:
-        """The number of the set that this disk had last, 0 for none."""
+        """The number of this disk's last set, 0 for none."""
         return int(self._had.read_text("ascii")) if self._had.is_file() else 0
 
     def _note(self, number: int) -> None:
@@ -116,7 +116,7 @@ class KeptFiles:
 
 
 def _paths(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
-    """The files of some names that are there, ``/``-separated."""
+    """The existing files of some names, ``/``-separated."""
     for name in names:
         path = folder / name
         candidates = [path] if path.is_file() else path.rglob("*")
@@ -124,7 +124,7 @@ def _paths(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _still(file: Path, scratch: Path) -> Path:
-    """A file with the bytes that ``file`` has at one moment: itself where it is large, since those never change."""
+    """A snapshot of ``file``; a large file itself, since large files never change."""
     copy = scratch / f"{len(list(scratch.iterdir()))}"
     if file.suffix == DATABASE:
         uri = f"{file.absolute().as_uri()}?mode=ro"

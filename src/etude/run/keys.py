@@ -1,16 +1,16 @@
 """The secrets of a run: one run key, from which each role's key is derived.
 
-    run.key, or ETUDE_RUN_KEY ──HMAC-SHA256(role)──▶ engine    what engines want of who calls them
-                                                 ├─▶ product   serves users, and reports what they say
+    run.key, or ETUDE_RUN_KEY ──HMAC-SHA256(role)──▶ engine    authorises calls to engines
+                                                 ├─▶ product   serves users, and reports their feedback
                                                  ├─▶ admin     opens gateway sessions, manages a gateway
-                                                 ├─▶ directory signs where processes listen
-                                                 ├─▶ routing   signs who is served by which version
-                                                 ├─▶ fleet     signs what is to run
+                                                 ├─▶ directory signs endpoints of processes
+                                                 ├─▶ routing   signs the versions for users
+                                                 ├─▶ fleet     signs the desired state
                                                  ├─▶ release   takes versions back from users, in the page
                                                  └─▶ users     makes pseudonyms of a product's users
 
-Who has the run key can derive the others; who has one role's can derive nothing. Keys travel in files and environment
-variables, never on a command line.
+The run key derives all others; a role's key derives nothing. Keys travel in files and environment variables, never on a
+command line.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ from etude.errors import RunFolderError
 
 RUN_KEY_FILE = "run.key"
 RUN_KEY_VARIABLE = "ETUDE_RUN_KEY"
-"""Environment variable with the run key; it counts more than the file."""
+"""Environment variable with the run key; it overrides the file."""
 ENGINE_KEY_VARIABLE = "ETUDE_ENGINE_KEY"
-"""Environment variable with the engine key alone: for a gateway of no run."""
+"""Environment variable with only the engine key, for a standalone gateway."""
 OLD_FILE = "admin.key"
 """The secret of runs of an older étude."""
 PSEUDONYM_DIGITS = 32
-"""128 bits: no two users get the same one."""
+"""128 bits, so that no two users collide."""
 SHORTEST = 32
-"""Fewest characters of a run key: as many as make guessing hopeless."""
+"""Minimum characters of a run key, so that it cannot be guessed."""
 
 
 class KeyRole(StrEnum):
@@ -45,13 +45,13 @@ class KeyRole(StrEnum):
     ADMIN = "admin"
     """Sessions and the administration of the run's gateways."""
     DIRECTORY = "directory"
-    """Signatures of the entries that say where processes listen."""
+    """Signatures of directory entries with the endpoints of processes."""
     ROUTING = "routing"
     """Signatures of routing tables."""
     FLEET = "fleet"
-    """Signatures of what is to run."""
+    """Signatures of a fleet's desired state."""
     RELEASE = "release"
-    """Rollbacks that are asked for in the page."""
+    """Rollbacks requested on the page."""
     USERS = "users"
     """Pseudonyms of a product's users."""
 
@@ -62,24 +62,24 @@ def derive_key(run_key: str, role: KeyRole) -> str:
 
 
 def pseudonym(users_key: str, user: str) -> str:
-    """The pseudonym of a user: 32 hexadecimal digits, the same for one user wherever it is asked for in a run."""
+    """The pseudonym of a user: 32 hexadecimal digits, the same for one user everywhere in a run."""
     return hmac.new(users_key.encode(), user.encode(), hashlib.sha256).hexdigest()[:PSEUDONYM_DIGITS]
 
 
 def write_run_key(folder: Path) -> None:
-    """Draw a run key and write it where its owner alone can read it."""
+    """Generate a run key and write it to a file that only its owner can read."""
     descriptor = os.open(folder / RUN_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
         opened.write(secrets.token_urlsafe(32) + "\n")
 
 
 def has_run_key(folder: Path) -> bool:
-    """True if there is a run key, in the environment or in a file; one of an older étude counts, and is told of."""
+    """True if there is a run key, in the environment or in a file; one of an older étude counts and is reported."""
     return any((folder / name).is_file() for name in (RUN_KEY_FILE, OLD_FILE)) or bool(os.environ.get(RUN_KEY_VARIABLE))
 
 
 def read_run_key(folder: Path) -> str:
-    """The run key. Raises :class:`~etude.errors.RunFolderError` where there is none, or one that can be guessed."""
+    """The run key. Raises :class:`~etude.errors.RunFolderError` if there is none, or if it is too short."""
     file, key = folder / RUN_KEY_FILE, os.environ.get(RUN_KEY_VARIABLE, "").strip()
     source = RUN_KEY_VARIABLE if key else str(file)
     if not key:

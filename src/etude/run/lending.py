@@ -1,12 +1,12 @@
-"""Lends a region's machines to its rollouts while production leaves them idle.
+"""Lends a region's machines to its rollouts while production does not need them.
 
-    consumes   production's load, every ``LOOK_S``, by default from its Prometheus pages; which processes run
-    produces   the engines that are not to run now, for the region's supervisor; what was learnt of the week, a file
-    waits for  nothing: while production does not answer, all machines are its own
-    on stop    nothing is kept but the forecast: a successor lends again once it has been calm for ``calm_s``
+    consumes   production's load, every ``LOOK_S``, by default from its Prometheus pages; the running processes
+    produces   the engines that must not run now, for the region's supervisor; the weekly forecast, in a file
+    waits for  nothing: while production does not answer, it keeps all machines
+    on stop    only the forecast is stored: a successor lends again once production has been calm for ``calm_s``
 
-The decisions are :mod:`etude.fleet.lending`'s. A machine is given back by the end of its engine: the supervisor stops
-it, and its calls go on elsewhere behind their last token (:mod:`etude.gateway.routing.pool`).
+:mod:`etude.fleet.lending` makes the decisions. A machine is returned when its engine ends: the supervisor stops the
+engine, and its calls continue on other engines after their last token (:mod:`etude.gateway.routing.pool`).
 """
 
 import math
@@ -32,11 +32,11 @@ from etude.fleet.lending import Forecast, LendingLimits, LendingTable, Productio
 from etude.fleet.specs import ProcessSpec
 
 LOOK_S = 0.5
-"""Interval at which production is asked."""
+"""Interval at which production's load is polled."""
 ANSWER_S = 2.0
-"""Longest time for a page of metrics."""
+"""Timeout for a page of metrics."""
 WINDOW_S = 30.0
-"""Time over which production's first tokens are judged."""
+"""Window over which production's time to first token is evaluated."""
 PERCENTILE = 0.95
 RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs", "etude_calls_inflight"})
 WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs", "etude_calls_waiting"})
@@ -45,7 +45,7 @@ FIRST_TOKEN = frozenset(
 )
 """Names of gauges and of a histogram on pages of vLLM, SGLang and étude's gateways."""
 ROLLOUTS = {"traffic": "rollout"}
-"""Labels of samples that are not of production's users."""
+"""Labels of samples that do not come from production's users."""
 
 
 @final
@@ -56,7 +56,7 @@ class MetricsProduction:
         self._urls = config.metrics
         self._now = now
         self._seen: deque[tuple[float, Mapping[float, float]]] = deque()
-        """Time → calls so far whose first token came within so many seconds."""
+        """(Time, upper bound in seconds → calls so far whose first token came within it)."""
 
     def load(self) -> ProductionLoad:
         """The sums over all pages, and the 95th percentile of the last ``WINDOW_S``."""
@@ -97,8 +97,8 @@ def first_tokens(metrics: Iterable[Metric]) -> dict[float, float]:
 
 
 def quantile(buckets: Mapping[float, float], share: float) -> float | None:
-    """A quantile of a histogram with cumulative ``buckets``, straight within the bucket, as Prometheus'
-    ``histogram_quantile``; the last finite bound for what is beyond it, ``None`` where nothing was counted.
+    """A quantile of a histogram with cumulative ``buckets``, linear within the bucket, like Prometheus'
+    ``histogram_quantile``; the last finite bound for values above it, ``None`` without any counts.
     """
     total = buckets.get(math.inf, 0.0)
     if total <= 0:
@@ -116,7 +116,7 @@ def _total(metrics: Iterable[Metric], names: frozenset[str]) -> float:
 
 
 def _samples(metrics: Iterable[Metric], names: frozenset[str]) -> Iterator[Sample]:
-    """The samples of some metrics, but for those of rollouts."""
+    """The samples of some metrics, without those of rollouts."""
     for metric in metrics:
         for sample in metric.samples if metric.name in names else ():
             if not ROLLOUTS.items() <= sample.labels.items():
@@ -125,7 +125,7 @@ def _samples(metrics: Iterable[Metric], names: frozenset[str]) -> Iterator[Sampl
 
 @final
 class Lender(Closing):
-    """One region's lending, on a thread of its own, from :meth:`start` on."""
+    """The lending of one region, on a separate thread from :meth:`start` on."""
 
     def __init__(
         self,
@@ -135,7 +135,9 @@ class Lender(Closing):
         forecast: Path,
         notify: Callable[[str], None],
     ) -> None:
-        """``engines`` are the processes on machines that may be lent, the file ``forecast`` is what was learnt."""
+        """``engines`` are the processes on machines that may be lent, the file ``forecast`` stores the
+        weekly forecast.
+        """
         self.made_of = config, tuple(engines)
         """The configuration and the engines."""
         own = [f"production-{number}" for number in range(config.own)]
@@ -148,7 +150,7 @@ class Lender(Closing):
             calm_s=config.calm_s,
         )
         self.withheld = frozenset(engines)
-        """Engines whose machines are production's now: they are not to run."""
+        """Engines whose machines production has now: they must not run."""
         self._table = LendingTable([*own, *engines], limits, _read(forecast))
         self._engines = frozenset(engines)
         self._production = production
@@ -160,21 +162,21 @@ class Lender(Closing):
         self._thread = Thread(target=self._follow, name="lending", daemon=True)
 
     def start(self) -> None:
-        """Look from now on, until closed."""
+        """Start to poll production, until closed."""
         self._thread.start()
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop polling."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(ANSWER_S * 2)
 
     def see(self, running: Iterable[str]) -> None:
-        """Take note of the processes that run: a machine is production's again once its engine has ended."""
+        """Record the running processes: production has a machine back once its engine has ended."""
         self._running = self._engines & frozenset(running)
 
     def look(self, now_s: float) -> None:
-        """Ask production once, and decide, at ``now_s`` of a clock with weeks of equal length."""
+        """Poll production once and decide, at ``now_s`` of a clock with weeks of equal length."""
         load, trouble = self._ask()
         decision = self._table.step(load, self._running, now_s)
         self.withheld -= frozenset(decision.lend)
@@ -182,11 +184,11 @@ class Lender(Closing):
         self._tell(decision.lend, decision.recall, load, trouble)
         if (learnt := self._table.forecast.to_json()) != self._written:
             self._written = learnt
-            with suppress(OSError):  # a full disk: it is learnt anew, should this process end before the next hour
+            with suppress(OSError):  # a full disk: this hour's data is lost if this process ends before the next save
                 self._file.write_text(learnt, encoding="utf-8")
 
     def _ask(self) -> tuple[ProductionLoad | None, str]:
-        """Production's load, or why there is none."""
+        """Production's load, or the reason why there is none."""
         try:
             return self._production.load(), ""
         except InfrastructureError as error:
@@ -210,22 +212,22 @@ class Lender(Closing):
 
 @final
 class RegionLenders(Closing):
-    """The lenders of all regions that one supervisor has engines in; they change with its fleet."""
+    """The lenders of all regions in which a supervisor has engines; they follow its fleet."""
 
     def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
-        """Their forecasts are files of ``folder``."""
+        """The forecasts are files in ``folder``."""
         self._folder, self._notify = folder, notify
         self._lenders: dict[str, Lender] = {}
 
     @property
     def withheld(self) -> frozenset[str]:
-        """Engines that are not to run now."""
+        """Engines that must not run now."""
         return frozenset[str]().union(*(lender.withheld for lender in self._lenders.values()))
 
     def follow(self, fleet: FleetConfig, specs: Iterable[ProcessSpec]) -> None:
-        """Lend for the regions that the fleet says so of, from now on; what is as before goes on.
+        """Lend for the regions in which the fleet enables it; unchanged lenders continue.
 
-        Raises :class:`~etude.errors.ConfigError` for a production that cannot be made.
+        Raises :class:`~etude.errors.ConfigError` for a production that cannot be created.
         """
         lent = [spec for spec in specs if spec.is_lent]
         lending = {
@@ -242,19 +244,19 @@ class RegionLenders(Closing):
                 self._lenders[name].start()
 
     def see(self, running: Iterable[str]) -> None:
-        """Take note of the processes that run."""
+        """Record the running processes."""
         names = frozenset(running)
         for lender in self._lenders.values():
             lender.see(names)
 
     def close(self) -> None:
-        """Lend no longer."""
+        """Stop lending."""
         for lender in self._lenders.values():
             lender.close()
 
 
 def make_production(config: LendingConfig) -> Production:
-    """Production as the fleet names it. Raises :class:`~etude.errors.ConfigError` for what cannot be made."""
+    """The production configured by the fleet. Raises :class:`~etude.errors.ConfigError` if it cannot be created."""
     try:
         return cast("Production", PRODUCTIONS.make(config.production, config))
     except ValueError as error:
@@ -262,7 +264,7 @@ def make_production(config: LendingConfig) -> Production:
 
 
 def _read(file: Path) -> Forecast | None:
-    """The forecast of an earlier supervisor; ``None`` for a file that is damaged or not there."""
+    """The forecast of an earlier supervisor; ``None`` if the file is damaged or missing."""
     try:
         return Forecast.learnt(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""The HTTP servers of an engine or a gateway, where those who call it find it.
+"""The HTTP servers of an engine or a gateway, at addresses that callers can find.
 
 on one machine    loopback, at the port of the endpoints table; where the recipe has a host or TLS, one more for others
 on a fleet        the machine's own address, with the recipe's TLS; then the region's directory says so. Started again
@@ -66,7 +66,7 @@ async def run_listener(
 def _last_port(directory: Directory, name: ProcessName, address: str) -> int:
     """The port of this process before, if that was at the same address and it is free; else 0, for any.
 
-    So who calls it finds it where it was, and who has a session that went down with it is told so at once.
+    So callers find it at the same address, and holders of a session lost with it get that error at once.
     """
     last = urlsplit(directory.urls(name.command).get(name, ""))
     if last.hostname != address or not last.port:

@@ -1,8 +1,8 @@
-"""Notices for a person while users are served: where, and what becomes of each release.
+"""Notices about releases while users are served: the product's URL, and the state of each release.
 
     releases of the ledger ──▶ lines, once each: going live with the product's URL and key; every move with its reason
 
-Owns the words. Releases are decided in :mod:`etude.releases`; nothing acts on these lines.
+This module owns the texts. :mod:`etude.releases` decides on releases; no code depends on these lines.
 """
 
 import time
@@ -16,11 +16,11 @@ from etude.run.keys import KeyRole
 from etude.run.process_name import PRODUCT
 
 LOOK_S = 2.0
-"""Interval at which moves are looked for."""
+"""Interval at which moves are polled."""
 
 
 class LiveNotices:
-    """Tells of moves that were not told of yet; a run without releases has none."""
+    """Reports new moves; a run without releases has none."""
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
         self._folder = folder
@@ -29,7 +29,7 @@ class LiveNotices:
         self._looked_s = 0.0
 
     def lines(self) -> list[str]:
-        """The new lines; mostly none. Raises :class:`~etude.errors.UserError` where nothing can ever be released."""
+        """The new lines, usually none. Raises :class:`~etude.errors.UserError` if nothing can ever be released."""
         now_s = time.monotonic()
         if not self._config.release.enabled or now_s - self._looked_s < LOOK_S:
             return []
@@ -38,13 +38,13 @@ class LiveNotices:
             with ReleaseStore.open(self._folder.ledger, self._config.ledger) as store:
                 moves = store.moves()
         except EtudeError:
-            return []  # it is told by those who need the database
+            return []  # processes that need the database report it
         self._check_bar(moves)
         new, self._shown = moves[self._shown :], len(moves)
         return [line for move in new for line in self._words(move, is_first=move is self._first_release(moves))]
 
     def _check_bar(self, moves: tuple[RecordedMove, ...]) -> None:
-        """Raise where no user will ever be served: the trainer waits for them, and its last version was rejected."""
+        """Raise if no user will ever be served: the trainer waits for users, and its last version was rejected."""
         after, states = self._config.live.after_steps, {move.version: move for move in moves}
         last = states.get(max(states, default=-1))
         if last is None or any(move.to_state == ReleaseState.RELEASED for move in moves):

@@ -1,12 +1,12 @@
-"""From a live session whose window is over to a group that the trainer claims.
+"""Conversion of a live session whose window has ended into a group that the trainer can claim.
 
     joined session ──▶ answers ──▶ reward (formula, estimates of silence) ──▶ caps, quarantine ──▶ ledger: ready | stale
                                         ▲                                          ▲
                                         └── earlier sessions, from the ledger ─────┘
 
-Wiring only: what a session is worth is decided in :mod:`etude.rewards.live.formula`, who is not learnt from in
-:mod:`etude.feedback.poisoning`, whether it is fresh enough in :mod:`etude.rollouts.admission`. A session is its ledger
-row's id, so that it is learnt from once, however often it is handed on.
+Wiring only: :mod:`etude.rewards.live.formula` computes the reward of a session, :mod:`etude.feedback.poisoning`
+excludes users, :mod:`etude.rollouts.admission` checks staleness. The session id is the id of the ledger row, so that
+each session is trained on once, however often it is passed on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,18 +27,18 @@ from etude.types import Disposition, JoinedSession, ObservedSession, Rollout, Ro
 
 REWARD_SECTION = "feedback.reward"
 EMPTY = "empty"
-"""Word for a session in which the model said nothing: there is nothing to learn."""
+"""Result for a session without model output: there is nothing to learn."""
 WATCH_EVERY = 64
-"""Rated sessions between two looks for vandals: pairs of users are compared."""
+"""Number of rated sessions between two searches for vandals, which compare pairs of users."""
 SUSPECTED = "user."
-"""Prefix of the reason for which a user's sessions are quarantined."""
+"""Prefix of the reason for quarantining a user's sessions."""
 
 
 class LiveRewards:
     """Scores joined sessions and offers them to the ledger; implements :class:`~etude.protocols.JoinedSessions`.
 
-    Raises :class:`~etude.errors.ConfigError` for another formula than the run began with. What is learnt of earlier
-    sessions comes from the ledger, so a process that takes over goes on as if nothing had happened.
+    Raises :class:`~etude.errors.ConfigError` if the formula differs from the run's initial one. The state from earlier
+    sessions is in the ledger, so a successor process continues seamlessly.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LiveRewards:
         events: EventLog,
         count: Callable[[JoinedSession, ScoredSession], None] = lambda joined, scored: None,
     ) -> None:
-        """``count`` is told of each session of a user who is not suspected, whether it is learnt from or not."""
+        """``count`` is called for each session of a user who is not suspected, whether or not it is trained on."""
         formula = config.feedback.reward
         freeze_reward(ledger.facts, formula_spec(formula), REWARD_SECTION)
         self._config = config
@@ -61,11 +61,11 @@ class LiveRewards:
         self._scorer = LiveScorer(formula, ledger.live.observed(formula.history))
 
     def take(self, sessions: Sequence[JoinedSession]) -> Sequence[str]:
-        """Score and offer some sessions; what became of each, by :class:`~etude.ledger.changes.LiveAdmission`, or
+        """Score and offer sessions; returns the result of each as :class:`~etude.ledger.changes.LiveAdmission`, or
         ``empty``.
 
-        Raises :class:`~etude.ledger.database.LedgerUnavailable`: then those that were written down are duplicates when
-        they come again.
+        Raises :class:`~etude.ledger.database.LedgerUnavailable`: sessions already recorded are then duplicates when
+        they are offered again.
         """
         spoken = [session for session in sessions if any(len(turn.completion_ids) for turn in session.turns)]
         observed = [observed_session(session, self._config.feedback.reward) for session in spoken]
@@ -81,7 +81,7 @@ class LiveRewards:
         return [words.get(joined.session.session_id, EMPTY) for joined in sessions]
 
     def _protection(self, scored: Sequence[ObservedSession]) -> tuple[Mapping[str, float], Mapping[str, Suspicion]]:
-        """User → weight of each of their sessions, and those who are not learnt from."""
+        """(User → weight of each of their sessions; user → suspicion, for users who are excluded from training)."""
         limits, everything = self._config.feedback.poisoning, [*self._scorer.sessions, *scored]
         self._rated += sum(_is_rated(session) for session in scored)
         if self._rated - self._rated_then >= WATCH_EVERY:
@@ -117,7 +117,7 @@ def _rated(session: ObservedSession) -> RatedSession:
 
 
 def live_rollout(joined: JoinedSession, scored: ScoredSession, suspicion: Suspicion | None) -> Rollout:
-    """The rollout that a session is to the trainer; its group's number is found when it is admitted."""
+    """The rollout of a session for the trainer; its group's number is assigned at admission."""
     session, reward = joined.session, scored.session.reward
     quarantine = None if suspicion is None else Verdict(
         disposition=Disposition.QUARANTINE, reason=f"{SUSPECTED}{suspicion.rule}", graded=reward

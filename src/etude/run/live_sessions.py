@@ -1,10 +1,10 @@
-"""Live sessions of a run: what its gateways keep of them, and the requests of the feedback API.
+"""Live sessions of a run: their storage by gateways, and the feedback API.
 
     gateway ── answers ──▶ StoreJournal ─┐
     HTTP ── events ──▶ FeedbackApi ──────┴─▶ StoreWriter ── group commit ──▶ feedback store
 
-Wiring only: what is recorded is decided in :mod:`etude.gateway.capture.live`, what is kept in
-:mod:`etude.feedback.store`, who may report by :mod:`etude.gateway.http.auth`.
+Wiring only: :mod:`etude.gateway.capture.live` decides what is recorded, :mod:`etude.feedback.store` what is stored,
+:mod:`etude.gateway.http.auth` who may report.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ from etude.tokens.vocabulary import Spelling
 from etude.types import LiveAnswer
 
 MAX_REPORT_BYTES = 2 * 2**20
-"""A thousand events of 2 KiB."""
+"""Maximum size of a report: a thousand events of 2 KiB."""
 FILLER = "x"
-"""Text whose first token stands for a redacted one."""
+"""Text whose first token replaces a redacted one."""
 T = TypeVar("T")
 STOP_S = 5.0
-"""Longest time for what waits to be written once a gateway ends."""
+"""Longest time for pending writes when a gateway ends."""
 ANY_ORIGIN: Headers = (("Access-Control-Allow-Origin", "*"),)
-"""Web pages may report from anywhere: a key is needed, and no cookie would do."""
+"""Web pages may report from anywhere: the API needs a key and accepts no cookies."""
 PREFLIGHT: Headers = (
     *ANY_ORIGIN,
     ("Access-Control-Allow-Methods", "POST"),
@@ -57,7 +57,7 @@ PREFLIGHT: Headers = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSessions:
-    """The parts of a gateway that are about live sessions."""
+    """The components of a gateway for live sessions."""
 
     recorder: LiveRecorder
     api: FeedbackApi
@@ -71,7 +71,7 @@ class LiveSessions:
 async def open_live_sessions(
     folder: RunFolder, config: FeedbackConfig, name: ProcessName
 ) -> AsyncIterator[LiveSessions]:
-    """Record the live sessions of the gateway of that name; those that its predecessor left open have ended."""
+    """Record the live sessions of the gateway ``name``; sessions left open by its predecessor are ended."""
     users = partial(pseudonym, folder.key(KeyRole.USERS))
     redaction = _redaction(folder, config)
     writer = StoreWriter(
@@ -100,23 +100,23 @@ def _redaction(folder: RunFolder, config: FeedbackConfig) -> Filter:
 
 @final
 class StoreJournal:
-    """Keeps live sessions in the feedback store, as those of the gateway of that name."""
+    """Stores the live sessions of one gateway in the feedback store."""
 
     def __init__(self, writer: StoreWriter, gateway: str) -> None:
         self._writer = writer
         self._gateway = gateway
 
     async def keep(self, answer: LiveAnswer) -> None:
-        """Return when an answer is on the disk. A caller that hangs up meanwhile changes nothing: it is kept."""
+        """Store an answer; returns once it is on disk. It is stored even if the caller disconnects."""
         work = self._writer.store.keeping(answer, self._gateway, unix_s())
         await asyncio.shield(asyncio.wrap_future(self._writer.submit(work)))
 
     def end(self, session_id: str) -> None:
-        """No turn of a session follows what was kept before."""
+        """End a session: no further turns follow."""
         self._writer.submit(partial(end_sessions, [session_id], unix_s()))
 
     def withdraw(self, session_id: str) -> None:
-        """Forget all that was kept of a session."""
+        """Delete everything stored of a session."""
         self._writer.submit(partial(forget_sessions, [session_id]))
 
 
@@ -146,7 +146,7 @@ class FeedbackRoutes:
             events = self._api.read(body)
         except NoReport as error:
             raise ApiError(400, "invalid_request", str(error)) from error
-        # An event costs what a request does, however many come at a time.
+        # Each event counts as one request, even in a batch.
         self._auth.charge_request(key, self._clock.now(), max(1, len(events)))
         return respond(record, await _in_reach(self._api.report(key.product, events)), status=202, headers=ANY_ORIGIN)
 
@@ -166,7 +166,7 @@ class FeedbackRoutes:
 
 
 async def _in_reach(answer: Coroutine[None, None, T]) -> T:
-    """The answer of the store. Raises :class:`~etude.gateway.api.calls.ApiError` where it is out of reach."""
+    """The answer of the store. Raises :class:`~etude.gateway.api.calls.ApiError` if it is unavailable."""
     try:
         return await answer
     except (TimeoutError, InfrastructureError) as error:
@@ -175,7 +175,7 @@ async def _in_reach(answer: Coroutine[None, None, T]) -> T:
 
 
 def _readable_anywhere(handle: Handler) -> Handler:
-    """The same handler, whose errors can be read by the web page that asked, too."""
+    """Wrap a handler so that the calling web page can also read its errors."""
 
     async def handled(request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         try:

@@ -2,7 +2,8 @@
 
     mid-train ──▶ parity gate ──▶ engines + gateways + trainer + rollouts, all at once ──▶ report
 
-This process computes nothing: it has the others placed, restarts what dies, shows the progress and writes the report.
+This process computes nothing itself. It starts the other processes, restarts those that die, shows progress and writes
+the report.
 """
 
 import contextlib
@@ -54,19 +55,19 @@ SUPERVISOR = ProcessName(command="supervisor")
 POLL_S = 0.1
 """Interval at which the processes are checked."""
 LEDGER_S = 5.0
-"""Longest wait for a ledger at the start, when a person waits."""
+"""Longest time to retry the ledger at startup, while a person is waiting."""
 MEMORY_S = 2.0
-"""Interval at which their memory is added up."""
+"""Interval at which the processes' memory is summed."""
 
 
 def run_local(
     folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | None = None, page: str = ""
 ) -> dict[str, Json]:
-    """Run what is left of a recipe, with progress on ``out``, and in it the URL of its ``page``; returns the report,
-    also written to the run folder.
+    """Run the remaining part of a recipe; returns the report, which is also written to the run folder. Progress goes to
+    ``out``, with the URL of the run's ``page``.
 
-    Raises ``KeyboardInterrupt`` on Ctrl-C, and whatever else ends it, after every process has stopped; the folder can
-    then be resumed, and has the report of what was done so far.
+    Raises ``KeyboardInterrupt`` on Ctrl-C, or the error that ended the run, after every process has stopped. The folder
+    can then be resumed, and contains the report of the work so far.
     """
     config, resumed = folder.config(), any(folder.events.glob(f"{SUPERVISOR}.jsonl"))
     with contextlib.ExitStack() as stack:
@@ -75,7 +76,7 @@ def run_local(
         placement = place_here(folder, config) if fleet is None else place_on(fleet, folder)
         if fleet is not None:
             remember_fleet(folder, fleet)
-        if not placement.launcher.look():  # those that run already, on other machines, stay where they listen
+        if not placement.launcher.look():  # processes that already run, on other machines, keep their endpoints
             folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
@@ -84,7 +85,7 @@ def run_local(
         events = stack.enter_context(open_events(folder, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
         keep(folder, *RECIPE_FILES)
-        sinks = stack.enter_context(SinksProcess(folder, config))  # ended when the report is there
+        sinks = stack.enter_context(SinksProcess(folder, config))  # closed after the report is written
         try:
             display = ProgressDisplay(folder.events, config, out, page, sinks.check)
             with _event_downloads(folder), display as progress:
@@ -96,12 +97,12 @@ def run_local(
 
 
 def _event_downloads(folder: RunFolder) -> contextlib.AbstractContextManager[object]:
-    """The events of processes elsewhere, while this lasts, where the run is at a URL."""
+    """Download the events of processes on other machines while the context is open, if the run has a URL."""
     return EventDownloads(open_place(folder.url, EVENTS), folder.events) if folder.url else contextlib.nullcontext()
 
 
 def keep_report(folder: RunFolder, out: TextIO) -> None:
-    """Keep the report at the run's URL, if it has one; where that is away the report is only here, which is told."""
+    """Upload the report to the run's URL, if any. If that is unavailable, print that the report is only local."""
     try:
         keep(folder, *REPORTS)
     except InfrastructureError as error:
@@ -111,9 +112,9 @@ def keep_report(folder: RunFolder, out: TextIO) -> None:
 def _play(
     folder: RunFolder, config: RunConfig, placement: RunPlacement, events: EventLog, progress: ProgressDisplay
 ) -> None:
-    """One phase after another, then the asynchronous one to its end."""
+    """Run the phases one after another, then the asynchronous loop to its end."""
     lineage, run, fleet = PhaseFolders(folder), placement.run_words(folder), placement.fleet
-    before = replace(placement, state=None)  # phases are no part of what the fleet is to run
+    before = replace(placement, state=None)  # phases are not part of the fleet's desired state
     loop = placement.own_specs(plan_loop(config, fleet, run))
     with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
         is_fresh = open_log(folder, outages).latest() is None
@@ -128,17 +129,17 @@ def _play(
         gate = () if beside else gate
     check_complete(lineage, config)
     is_taken_over = not placement.launcher.look().keys().isdisjoint(spec.name for spec in loop)
-    if gate and not is_taken_over:  # those that run have passed it
+    if gate and not is_taken_over:  # running processes have already passed the gate
         _keep_alive(gate, folder, config, before, events, progress)
     with contextlib.ExitStack() as stack:
-        if placement.state is not None:  # not sooner: a region's processes read what phases leave
+        if placement.state is not None:  # only now: a region's processes read the results of the phases
             placement.state.own.declare(desired_of(folder, fleet))
             stack.enter_context(placement.state).start()
         _keep_alive(loop, folder, config, placement, events, progress)
 
 
 def _check_ledger(folder: RunFolder, config: RunConfig) -> None:
-    """Find out now, rather than after mid-training, whether the ledger can be had."""
+    """Check now, rather than after mid-training, that the ledger can be opened."""
     hasty = config.ledger.model_copy(update={"retry_timeout_s": min(config.ledger.retry_timeout_s, LEDGER_S)})
     Ledger.open(folder.ledger, hasty).close()
 
@@ -162,7 +163,7 @@ def _keep_alive(
     events: EventLog,
     progress: ProgressDisplay,
 ) -> None:
-    """Run processes until those of them that have an end have reached it; then stop the others."""
+    """Run processes until all finite ones are done; then stop the others."""
     supervisor = Supervisor(
         specs,
         placement,
@@ -189,7 +190,7 @@ def _keep_alive(
 
 
 def default_out(config: RunConfig) -> Path:
-    """The default run folder, ``runs/<name>-s<seed>``, with a number behind it if that is taken."""
+    """The default run folder, ``runs/<name>-s<seed>``, with a number appended if it exists."""
     first = Path("runs") / f"{config.name}-s{config.seed}"
     candidates = (first if n == 1 else first.with_name(f"{first.name}-{n}") for n in range(1, 10_000))
     return next(path for path in candidates if not path.exists())

@@ -23,7 +23,7 @@ def describe_machine() -> dict[str, Json]:
 
 
 def versions() -> dict[str, str]:
-    """Versions that the processes of a run should share, wherever they are; étude's with its commit, if it has one."""
+    """Versions that should be equal for all processes of a run; étude's version includes its commit, if any."""
     machine, commit = describe_machine(), source_commit()
     etude = f"{machine['etude']}{'' if commit == 'unknown' else f' at {commit}'}"
     return {"étude": etude, "Python": str(machine["python"]), "torch": str(machine["torch"])}

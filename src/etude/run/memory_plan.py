@@ -1,15 +1,15 @@
-"""Memory of a run, process by process and part by part: for this machine, or for one that is not here.
+"""Memory of a run, process by process and part by part: for this machine or any other.
 
     rank of the trainer    parameters, gradients, moments        float32, sharded over all ranks
-                           gathered weights                      outside of blocks, and two blocks at a time
+                           gathered weights                      outside blocks, and two blocks at a time
                            activations                           of a pass; one state per token and block, if recomputed
-                           working set                           a block computed again, or a chunk of logits
+                           working set                           one recomputed block, or a chunk of logits
     native engine          weights, spare, cache, a step
-    vLLM, SGLang           the share of each GPU that it takes; weights, and what is left for its cache
+    vLLM, SGLang           its share of each GPU; weights, and the rest for its cache
 
-The same formulas are the check at a run's start. Parts that last are what a process holds between steps; below their
-sum it cannot even begin. Owns the estimate; what a model keeps is :mod:`etude.models.sizes`'s. Sandboxes and programs
-are left out.
+The check at a run's start uses the same formulas. Lasting parts are the memory that a process holds between steps; it
+cannot start with less than their sum. This module owns the estimate; :mod:`etude.models.sizes` owns the sizes of
+models. Sandboxes and programs are not included.
 """
 
 import math
@@ -36,21 +36,21 @@ from etude.sandboxes.memory_pressure import MemoryGauge
 from etude.trainer.readout import CHUNK_LOGITS
 
 GRADIENT_BYTES = 4
-"""Bytes of a parameter's gradient, which is added up in float32."""
+"""Bytes of a parameter's gradient, which is accumulated in float32."""
 GATHERED_BLOCKS = 2
-"""Blocks whose weights a rank has at a time: the one that is computed, and the next."""
+"""Number of blocks whose weights a rank holds at a time: the current one and the next."""
 CONTEXT_BYTES = 1_500_000_000
-"""CUDA's context, kernels and workspaces of products, per process."""
+"""CUDA's context, kernels and workspaces of matrix products, per process."""
 COLLECTIVE_BYTES = 1_500_000_000
 """Buffers of NCCL, of three meshes, per rank."""
 RESERVE_SHARE = 0.08
-"""Share of what a step takes and gives back that the allocator cannot use again."""
+"""Share of a step's temporary memory that the allocator cannot reuse."""
 GRAPH_BYTES = 500_000_000
 """CUDA graphs of an engine's decode steps, which share a pool."""
 VLLM_SHARE, SGLANG_SHARE = 0.9, 0.85
-"""Share of a GPU's memory that these take unless the recipe says (SGLang chooses about so much by itself)."""
+"""Default share of a GPU's memory that these servers take (SGLang chooses about this much by itself)."""
 SERVER_STEP_TOKENS = 8192
-"""Tokens of one of their steps, by default."""
+"""Default tokens per step of these servers."""
 LOGIT_BYTES: Mapping[str, int] = {"cuda": 0, "cpu": 22}
 """Bytes per logit of a chunk beyond the logits and their gradients: on a CPU softmax and entropy are separate passes in
 float32, on a GPU they are one kernel.
@@ -64,11 +64,11 @@ class MemoryPart:
     name: str
     size_bytes: int
     words: str
-    """The way it is made up."""
+    """The calculation of the size, in words."""
     key: str = ""
-    """Key of the recipe that changes it."""
+    """Recipe key that changes it."""
     lasts: bool = True
-    """False for what is there during a step alone."""
+    """False for memory that is only held during a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +77,12 @@ class ProcessMemory:
 
     name: str
     count: int
-    """Number of such processes."""
+    """Number of processes of this kind."""
     gpus: int
-    """GPUs of each."""
+    """GPUs per process."""
     parts: tuple[MemoryPart, ...]
     problem: str = ""
-    """The reason why it cannot start, however much memory is free; empty where it can."""
+    """The reason why it cannot start, however much memory is free; empty if it can."""
 
     @property
     def total(self) -> int:
@@ -95,7 +95,7 @@ class ProcessMemory:
         return sum(part.size_bytes for part in self.parts if part.lasts)
 
     def fixes(self) -> str:
-        """The keys that would make the largest parts smaller, the best first."""
+        """Recipe keys that reduce the largest parts, the most effective first."""
         large = sorted(self.parts, key=lambda part: -part.size_bytes)
         return ", ".join(dict.fromkeys(part.key for part in large if part.key))
 
@@ -110,9 +110,9 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, config: RunConfig, spec: ModelSpec, gpu_bytes: int | None = None) -> "MemoryPlan":
-        """Memory that a resolved recipe takes with a model of that shape, on GPUs of so many bytes.
+        """The memory of a resolved recipe with a model of shape ``spec``, on GPUs of ``gpu_bytes``.
 
-        Servers of other projects take a share of a GPU: without ``gpu_bytes`` they are counted as nothing. Raises
+        vLLM and SGLang take a share of a GPU: without ``gpu_bytes`` they count as 0. Raises
         :class:`~etude.errors.ConfigError` for a mesh that does not divide the model's experts.
         """
         sizes = ModelSizes.of(spec)
@@ -123,7 +123,9 @@ class MemoryPlan:
 
 
 def trainer_memory(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> ProcessMemory:
-    """Each rank of the trainer. Raises :class:`~etude.errors.ConfigError` for experts that cannot be divided."""
+    """Memory of each rank of the trainer. Raises :class:`~etude.errors.ConfigError` for experts that
+    cannot be divided.
+    """
     parallel, fused = config.parallel, config.trainer.device == "cuda"
     ranks, ep = parallel.shards, parallel.ep
     if spec.experts is not None and ranks > 1:
@@ -162,7 +164,7 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> Pro
 
 
 def _trained(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> int:
-    """Numbers that are trained: an adapter's, or all."""
+    """Number of trained parameters: an adapter's, or all."""
     if not config.lora.trains("rl"):
         return sizes.total
     with torch.device("meta"):
@@ -171,7 +173,7 @@ def _trained(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> int:
 
 
 def _frozen_parts(config: RunConfig, sizes: ModelSizes) -> list[MemoryPart]:
-    """The weights that an adapter lies over."""
+    """The frozen weights below an adapter."""
     if not config.lora.trains("rl"):
         return []
     dtype = config.numerics.stored_dtype
@@ -179,7 +181,7 @@ def _frozen_parts(config: RunConfig, sizes: ModelSizes) -> list[MemoryPart]:
 
 
 def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[MemoryPart]:
-    """Parts that a forward and a backward pass take beyond the state."""
+    """Memory of a forward and a backward pass in addition to the state."""
     parallel, fused = config.parallel, config.trainer.device == "cuda"
     item = activation_bytes(config)
     length = min(config.engine.max_length, max(config.trainer.microbatch_tokens, 1))
@@ -191,13 +193,13 @@ def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[M
     states = spec.layers * tokens * spec.hidden_size * item
     gathered = FLOAT if config.numerics.experts != "plain" else item
     copies = sizes.outer * FLOAT + GATHERED_BLOCKS * block * gathered if gathers else 0
-    learns = not config.lora.trains("rl")  # or else the weights get no gradients
+    learns = not config.lora.trains("rl")  # otherwise the weights get no gradients
     matrix = sizes.largest_outer if learns else 0
     backward = backward_bytes(spec, tokens, item, block, matrix) + (max(saved) if recomputes else 0)
     unreduced = sizes.outer * GRADIENT_BYTES + GATHERED_BLOCKS * block * (gathered + GRADIENT_BYTES) if gathers else 0
     chunk_rows = max(1, min(CHUNK_LOGITS["cuda" if fused else "cpu"] // spec.vocab_size, tokens))
     logits = chunk_rows * spec.vocab_size * (2 * item + LOGIT_BYTES["cuda" if fused else "cpu"])
-    logits += (rounded + item + GRADIENT_BYTES) * matrix  # the head as it is used, and its gradient
+    logits += (rounded + item + GRADIENT_BYTES) * matrix  # the rounded head and its gradient
     words = f"{tokens:,} tokens of {item} bytes a number, "
     return [
         MemoryPart(
@@ -232,8 +234,8 @@ def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[M
 
 
 def backward_bytes(spec: ModelSpec, tokens: int, item: int, block: int, outer: int) -> int:
-    """Bytes that the backward pass of a block takes and gives back: gradients of its widest activations, and of its
-    largest matrix before they are added to what is there.
+    """Temporary bytes of a block's backward pass: gradients of its widest activations, and of its largest matrix before
+    they are accumulated.
     """
     widest = max(spec.hidden_size, _widest(spec))
     return item * tokens * widest + (item + GRADIENT_BYTES) * min(block // 2, outer)
@@ -247,7 +249,7 @@ def activation_bytes(config: RunConfig) -> int:
 
 
 def _check_experts(experts: ExpertsSpec, hidden: int, ranks: int, ep: int) -> None:
-    """Raise :class:`~etude.errors.ConfigError` for experts that cannot be spread and sharded."""
+    """Raise :class:`~etude.errors.ConfigError` for experts that cannot be distributed and sharded."""
     shards = ranks // ep
     if experts.count % ep or hidden % shards or 2 * experts.size % shards:
         raise ConfigError(
@@ -265,7 +267,7 @@ def _shard(kind: str, ranks: int) -> str:
 
 
 def engine_memory(config: RunConfig, spec: ModelSpec, sizes: ModelSizes, gpu_bytes: int | None) -> ProcessMemory:
-    """Each engine."""
+    """Memory of each engine."""
     problem = ""
     if isinstance(config.engine.options, NativeOptions):
         parts = _native_parts(config, spec, sizes)
@@ -318,8 +320,8 @@ def _native_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list
 def _server_parts(
     config: RunConfig, spec: ModelSpec, sizes: ModelSizes, gpu_bytes: int | None
 ) -> tuple[list[MemoryPart], str]:
-    """A server takes its share of each GPU; what weights and a step leave of it is its cache. With what is wrong where
-    that does not hold one sequence.
+    """Parts of a server's share of each GPU: weights, a step, and the cache in the rest. The text names the problem if
+    the cache cannot hold one sequence.
     """
     match config.engine.options:
         case VllmOptions(arguments=arguments):
@@ -374,7 +376,7 @@ def server_position_bytes(spec: ModelSpec, item: int, tensor: int, pipeline: int
 
 
 def _step_width(spec: ModelSpec) -> int:
-    """Numbers per token that a forward pass without gradients has at a time, in its widest block."""
+    """Numbers per token that a forward pass without gradients holds at once, in its widest block."""
     return 4 * spec.hidden_size + _widest(spec)
 
 
@@ -401,9 +403,9 @@ class DeviceUse:
         return sum(process.total for process in self.processes)
 
     def compare(self, free: int) -> str:
-        """A warning where the device has less than its processes take; empty where it is enough.
+        """A warning if the device has less memory than its processes take; empty if it has enough.
 
-        Raises :class:`~etude.errors.UserError` where one of them cannot even be held alone.
+        Raises :class:`~etude.errors.UserError` if one of them does not fit even alone.
         """
         needs = ", ".join(f"{formatting.size(process.total)} for the {process.name}" for process in self.processes)
         fixes = ", ".join(dict.fromkeys(fix for each in self.processes if (fix := each.fixes())))
@@ -417,7 +419,7 @@ class DeviceUse:
 
 
 def device_uses(config: RunConfig, plan: MemoryPlan, gpus: int) -> list[DeviceUse]:
-    """The devices of one machine with ``gpus`` GPUs and what is on each, equal ones once.
+    """The devices of one machine with ``gpus`` GPUs and the processes on each; equal devices appear once.
 
     Raises as :func:`~etude.run.gpus.divide_gpus` does.
     """
@@ -444,7 +446,7 @@ def check_memory(config: RunConfig, spec: ModelSpec) -> list[str]:
 
 
 def check_uses(uses: Sequence[DeviceUse], free: Mapping[str, int] | None = None) -> list[str]:
-    """Warnings about devices, of which ``free`` says how many bytes each has; without it this machine is asked."""
+    """Warnings about devices; ``free`` has the free bytes of each, by default measured on this machine."""
     warnings = []
     for use in uses:
         available = _free_bytes(use.device) if free is None else free[use.device]

@@ -1,5 +1,5 @@
-"""Calls of a model behind somebody else's API, by a server on this machine that counts them and asks again while the
-API is busy (:mod:`etude.gateway.upstream.passthrough`).
+"""Calls of a model behind an external API, through a local server that counts them and retries while the API is busy
+(:mod:`etude.gateway.upstream.passthrough`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ REPLY_TOKENS = 1024
 
 @asynccontextmanager
 async def serving_passthrough(upstream: Upstream, http: aiohttp.ClientSession) -> AsyncIterator[Passthrough]:
-    """A server of sessions with a model; ``http`` stays the caller's."""
+    """A server of sessions with a model; the caller closes ``http``."""
     passthrough = Passthrough(upstream, http, SystemClock())
     async with listening(passthrough.app(), 0) as port:
         passthrough.serves_at(f"http://{HOST}:{port}")
@@ -30,9 +30,9 @@ async def serving_passthrough(upstream: Upstream, http: aiohttp.ClientSession) -
 
 
 async def ask_each(upstream: Upstream, prompts: Sequence[str], *, concurrency: int) -> list[str]:
-    """Ask a model each of some questions once, greedily, and return its answers in order.
+    """Send each prompt to a model once, greedily, and return the answers in order.
 
-    Raises :class:`~etude.errors.UserError` where one is not answered.
+    Raises :class:`~etude.errors.UserError` if one is not answered.
     """
     async with (
         aiohttp.ClientSession(connector=alert_connector()) as http,

@@ -1,5 +1,5 @@
-"""Models and weights as the ``[numerics]`` section says: the arithmetic of a device, the form of weights on both sides
-of the store.
+"""Models and weights according to the ``[numerics]`` section: the arithmetic of a device, and the form of weights on
+both sides of the store.
 
 trainer: float32 parameters ──rounded, quantised──▶ published state ──decoded──▶ engine: parameters
 forward rounds each weight where it is used          =          forward takes them as they are
@@ -48,11 +48,11 @@ from etude.weights.tensors import to_stored, to_tensors
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 EXACT = "e_score_correction_bias"
-"""Checkpoints keep this in float32: it decides ties."""
+"""A tensor that checkpoints keep in float32, since it decides ties."""
 
 
 def choose_arithmetic(config: NumericsConfig, device: str) -> Arithmetic:
-    """The arithmetic that the section asks for on ``device``. Raises :class:`~etude.errors.ConfigError`."""
+    """The arithmetic of the section on ``device``. Raises :class:`~etude.errors.ConfigError`."""
     if not is_invariant(config, device):
         return FastArithmetic(DTYPES[config.stored_dtype])
     if device != "cpu":
@@ -64,7 +64,7 @@ def choose_arithmetic(config: NumericsConfig, device: str) -> Arithmetic:
 
 
 def route_space(spec: ModelSpec, config: NumericsConfig) -> RouteSpace | None:
-    """The route space for router replay; ``None`` where the trainer replays none, or the model has none."""
+    """The route space for router replay; ``None`` if the trainer replays none or the model has none."""
     if spec.experts is None or config.replay == "off":
         return None
     layers, slots = spec.routes_shape
@@ -72,15 +72,15 @@ def route_space(spec: ModelSpec, config: NumericsConfig) -> RouteSpace | None:
 
 
 def expert_format(config: NumericsConfig) -> ExpertFormat | None:
-    """The number format of expert matrices; ``None`` if it is that of all others."""
+    """The number format of expert matrices; ``None`` if it is the same as for all other weights."""
     return None if config.experts == "plain" else EXPERT_FORMATS[config.experts]
 
 
 def training_model(
     spec: ModelSpec, config: NumericsConfig, device: str, base: "FrozenBase | None" = None
 ) -> CausalModel:
-    """A model for training: float32 parameters, the arithmetic of an engine with published weights. Over a ``base``
-    only its adapter is like that.
+    """A model for training: float32 parameters, the arithmetic of an engine with published weights. With a ``base``,
+    this only applies to its adapter.
     """
     if base is not None:
         return base.model(device, torch.float32)
@@ -99,7 +99,7 @@ def unfilled_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Caus
 
 def serving_model(spec: ModelSpec, config: NumericsConfig, device: str, base: "FrozenBase | None" = None) -> Decoder:
     """A model for serving published weights, or published adapters over a ``base``. Quantised experts are held in
-    float32, which has all their values.
+    float32, which represents all their values.
     """
     if base is not None:
         return base.model(device, DTYPES[config.stored_dtype])
@@ -113,7 +113,7 @@ def serving_model(spec: ModelSpec, config: NumericsConfig, device: str, base: "F
 
 
 def frozen_base(model: Path, config: RunConfig) -> "FrozenBase | None":
-    """The base of a run in whose RL adapters are trained; ``None`` where whole models are. ``model`` is the run's."""
+    """The base of a run whose RL trains adapters; ``None`` if it trains whole models. ``model`` is the run's."""
     return FrozenBase(model, config) if config.lora.trains("rl") else None
 
 
@@ -124,9 +124,9 @@ def adapter_spec(config: RunConfig) -> AdapterSpec:
 
 @final
 class FrozenBase:
-    """The frozen weights of a run's model as engines hold them, and the start of the adapter over them.
+    """The frozen weights of a run's model as engines hold them, and the initial adapter on them.
 
-    Every model of one process and device shares them; what each has for itself is its adapter.
+    All models of one process and device share them; each has its own adapter.
     """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
@@ -135,7 +135,7 @@ class FrozenBase:
         self._models: dict[str, Decoder] = {}
 
     def model(self, device: str, dtype: torch.dtype) -> Decoder:
-        """A model with an adapter of ``dtype``, as version 0 has it."""
+        """A model with the adapter of version 0 in ``dtype``."""
         if device not in self._models:
             self._models[device] = self._build(device)
         model = self._models[device]
@@ -147,7 +147,7 @@ class FrozenBase:
         return twin
 
     def published(self) -> State:
-        """The frozen weights as they would be published, read anew."""
+        """The frozen weights in published form, read from disk again."""
         stored = StoredCheckpoint(self._folder)
         whole = Decoder(stored.spec)
         stored.load(whole)
@@ -165,7 +165,7 @@ class FrozenBase:
 
 
 def count_parameters(spec: ModelSpec) -> int:
-    """Count the weights of a model without making them."""
+    """Count the weights of a model without allocating them."""
     with torch.device("meta"):
         return sum(view.numel() for _, view in views(make_causal_model(spec)))
 
@@ -176,7 +176,7 @@ def largest_state(spec: ModelSpec) -> ReceiveOptions:
 
 
 def published_state(model: CausalModel, config: NumericsConfig) -> dict[str, Tensor]:
-    """The state to publish: weights rounded to the section's type, experts encoded in its format; of an adapted model
+    """The state to publish: weights rounded to the section's type, experts encoded in its format; for an adapted model
     the adapter, in the section's type.
     """
     state, form = state_of(model), expert_format(config)
@@ -193,8 +193,8 @@ def published_state(model: CausalModel, config: NumericsConfig) -> dict[str, Ten
 
 
 def published_types(model: CausalModel, config: NumericsConfig) -> dict[str, torch.dtype]:
-    """The types to which :func:`published_state` rounds a model's parameters, by their names; those that it encodes
-    from what they are, and buffers, are left out.
+    """The types to which :func:`published_state` rounds a model's parameters, by their names; encoded parameters and
+    buffers are excluded.
     """
     encoded = set() if expert_format(config) is None else {id(w) for one in _routed(model) for w in one.parameters()}
     dtype = DTYPES[config.stored_dtype]
@@ -210,7 +210,9 @@ def engine_context(
     events: EventLog,
     base: "FrozenBase | None" = None,
 ) -> EngineContext:
-    """A resolved recipe's engine, told how its models are made and filled; with ``base`` it serves adapters over it."""
+    """The context of a resolved recipe's engine, with functions that create and fill its models; with ``base`` it
+    serves adapters on it.
+    """
     return EngineContext(
         config=config,
         spec=spec,
@@ -224,7 +226,9 @@ def engine_context(
 
 
 def load_published(model: CausalModel, state: Mapping[str, Tensor], config: NumericsConfig) -> None:
-    """Copy a published state into a model. Raises :class:`~etude.errors.DamagedError` on a tensor that does not fit."""
+    """Copy a published state into a model. Raises :class:`~etude.errors.DamagedError` for a tensor that
+    does not fit.
+    """
     load_state(model, decoded_state(state, config))
 
 
@@ -235,8 +239,8 @@ def decoded_state(state: Mapping[str, Tensor], config: NumericsConfig) -> Mappin
 
 
 def checkpoint_extra(state: Mapping[str, Tensor], config: NumericsConfig) -> dict[str, Json]:
-    """Keys that the ``config.json`` of a published state has beyond its model's shape: how experts are quantised, if
-    so.
+    """Keys of a published state's ``config.json`` in addition to its model's shape: the quantisation of experts, if
+    any.
     """
     form = expert_format(config)
     return {} if form is None else {"quantization_config": quantization_config(state, form)}

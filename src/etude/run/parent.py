@@ -1,6 +1,6 @@
-"""Ties of a process to the supervisor that started it: it ends with it, and leaves talking to it.
+"""Relation of a process to its supervisor: the process ends with it and leaves messages to users to it.
 
-Light, since it is imported wherever processes are started: who starts one waits for it.
+A module with few imports, since every start of a process waits for it.
 """
 
 import contextlib

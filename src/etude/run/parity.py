@@ -1,14 +1,14 @@
 """The parity check: do engine and trainer compute the same numbers from the same weights?
 
-Two comparisons of the real code on both sides, with the arithmetic that a run is configured for:
+Two comparisons of the real code of both sides, with the arithmetic configured for the run:
 
 Sampled: the native engine samples completions as it would in a run (batched, prompts in chunks, second turns on reused
 prefixes), and the trainer scores the same tokens. The result is one number, k3, compared with the bounds of
 ``[numerics]``.
 
-Layer by layer: the same sequences go through the trainer's forward pass and through the engine's paged cache in each of
-its three ways of reading; the outputs of attention and feed-forward of each layer are compared position by position.
-The first row that differs is where to look.
+Layer by layer: the same sequences go through the trainer's forward pass and through the engine's paged cache on each of
+its three attention paths; the outputs of attention and feed-forward of each layer are compared position by position.
+The first row that differs locates the fault.
 
 `etude doctor` (:mod:`etude.cli.commands.doctor`) is another caller.
 
@@ -76,19 +76,21 @@ from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
 
 PROMPTS = (19, 33, 48, 70, 101, 12)
-"""Tokens of the first prompts: less than a page, whole pages, and more than one step reads."""
+"""Lengths of the first prompts in tokens: less than a page, whole pages, and more than one step reads."""
 SECOND_TURN = 9
-"""Tokens between a completion and the next one of its conversation."""
+"""Tokens between two completions of a conversation."""
 SAMPLED = 20
 """Tokens of each completion: enough for a verdict over two turns of all prompts."""
 STEP_TOKENS = 48
-"""Prefill tokens of the engine per pass: so few that long prompts are read in chunks, beside others that decode."""
+"""Prefill tokens of the engine per pass: few enough that long prompts are read in chunks while
+other sequences decode.
+"""
 CHUNKS = (5, 16, 23)
 """Tokens per step of the layered comparison's chunked reading."""
 LONGEST = max(PROMPTS) + 2 * SAMPLED + SECOND_TURN
-"""Tokens of the longest sequence: what a model must have positions for."""
+"""Tokens of the longest sequence: the number of positions that a model must have."""
 SEED = 20_11
-"""Seed of prompts and sampling; any would do."""
+"""Seed of prompts and sampling; its value is arbitrary."""
 
 Plan: TypeAlias = Sequence[ScheduledTokens]
 """The tokens that one forward pass of the engine reads."""
@@ -100,7 +102,7 @@ States: TypeAlias = list[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDifference:
-    """Difference of one layer's part between one of the engine's attention paths and the trainer."""
+    """Difference of one part of a layer between one attention path of the engine and the trainer."""
 
     name: str
     """Such as ``layer 2 attention``."""
@@ -108,9 +110,9 @@ class LayerDifference:
     """``decode``, ``chunks`` or ``prefix``."""
     max_abs: float
     equal: float
-    """Share of numbers that are equal to the last bit."""
+    """Share of numbers that are bitwise equal."""
     flips: int | None = None
-    """Pairs of token and expert that the two sides chose differently; ``None`` where there are no experts."""
+    """(Token, expert) pairs that the two sides chose differently; ``None`` without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +120,11 @@ class Parity:
     """The result of a parity check and its evidence."""
 
     invariant: bool
-    """True if equality to the last bit is promised."""
+    """True if bitwise equality is promised."""
     mismatch_level: MismatchLevel
     sampled: Mismatch
     layers: tuple[LayerDifference, ...]
-    """In the order of computation; the ways of one part together."""
+    """In the order of computation, grouped by part."""
 
     @property
     def first(self) -> LayerDifference | None:
@@ -136,7 +138,9 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Equality where it is promised, else a mismatch below the bound that stops runs."""
+        """True if both sides are equal, where that is promised, else if the mismatch is below the bound that stops
+        runs.
+        """
         return self.exact if self.invariant else self.mismatch_level is not MismatchLevel.STOP
 
 
@@ -147,7 +151,7 @@ def check_parity(
     device: str,
     base: FrozenBase | None = None,
 ) -> Parity:
-    """Compare both sides on a published ``state``, of an adapter where there is a ``base``. Raises ``ValueError`` for a
+    """Compare both sides on a published ``state``, which with a ``base`` is an adapter's. Raises ``ValueError`` for a
     model with too few positions.
     """
     if spec.max_positions < LONGEST:
@@ -170,8 +174,8 @@ def check_parity(
 
 
 def streamed_model(spec: ModelSpec, numerics: NumericsConfig, device: str) -> Decoder:
-    """The trainer's model, unfilled, with each block on the host but while it computes: beside an engine's model no GPU
-    has room for a whole one in float32.
+    """The trainer's model, without weights, with each block on the host except while it computes: next to an engine's
+    model no GPU has room for a whole float32 model.
     """
     model = unfilled_model(spec, numerics, device)
     assert isinstance(model, Decoder), "a model of transformers is compared with its engine: check_server"
@@ -207,7 +211,7 @@ def sample(server: Decoder, *, record_routes: bool) -> list[Trajectory]:
 async def check_server(folder: RunFolder, config: RunConfig, events: EventLog) -> Parity:
     """Start the engine of a run, have it sample, and score its tokens with the trainer's model.
 
-    Nothing is compared layer by layer: a server shows what it sampled and no more.
+    There is no comparison by layer: a server only exposes its samples.
     """
     spec, opener = load_spec(folder.model, config.model.impl), cast("Opener", ENGINES.find(config.engine.kind))
     if config.engine.max_length < LONGEST:
@@ -224,7 +228,7 @@ async def check_server(folder: RunFolder, config: RunConfig, events: EventLog) -
             training_model(spec, config.numerics, config.trainer.device), config.numerics, versions=1
         )
         probe.remember(weights.version, decoded_state(to_tensors(weights.state), config.numerics))
-    # The version that a server labels its tokens with is the one that was remembered.
+    # The server labels its tokens with the version that was remembered.
     sampled = probe.measure(trajectories, max_tokens=len(trajectories) * LONGEST).total
     return Parity(
         invariant=False,
@@ -250,7 +254,7 @@ def compare_layers(trainer: Decoder, server: Decoder, sequences: Sequence[Ids]) 
 
 
 async def _converse(engine: Engine, vocab_size: int, params: SamplingParams) -> list[Trajectory]:
-    """Two turns for each prompt, all conversations at once."""
+    """Sample two turns for each prompt, all conversations at once."""
     random = np.random.default_rng(SEED)
     prompts = [random.integers(0, vocab_size, length + SECOND_TURN).astype(np.int32) for length in PROMPTS]
     talks = [_talk(engine, index, prompt, params) for index, prompt in enumerate(prompts)]
@@ -259,7 +263,7 @@ async def _converse(engine: Engine, vocab_size: int, params: SamplingParams) -> 
 
 
 async def _talk(engine: Engine, index: int, ids: Ids, params: SamplingParams) -> tuple[Turn, Turn]:
-    """A first turn after the beginning of ``ids``, and a second turn after its last ``SECOND_TURN`` tokens."""
+    """Sample a first turn after the start of ``ids``, and a second turn after its last ``SECOND_TURN`` tokens."""
     prompt, later = ids[:-SECOND_TURN], ids[-SECOND_TURN:]
     first = await _turn(engine, index, prompt, params)
     return first, await _turn(engine, index, np.concatenate([prompt, first.completion_ids, later]), params)
@@ -294,7 +298,7 @@ class _ForwardPass:
 
 
 def _read_packed(model: Decoder, sequences: Sequence[Ids]) -> _ForwardPass:
-    """Read like the trainer: one pass over sequences that lie back to back."""
+    """Read like the trainer: one pass over packed sequences."""
     lengths = [len(sequence) for sequence in sequences]
     token_ids_N = torch.from_numpy(np.concatenate(sequences)).to(model.embedding.device).long()
     routing = Routing(record=True)
@@ -329,7 +333,7 @@ def _read_paged(model: Decoder, cache: PagedCache, requests: Sequence[EngineRequ
 
 
 def _decode(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
-    """The first half at once, then token by token, all sequences in a batch."""
+    """Read the first half at once, then token by token, all sequences in a batch."""
     yield [ScheduledTokens(request, 0, len(request.token_ids) // 2) for request in requests]
     for step in range(max(len(request.token_ids) for request in requests)):
         places = [(request, len(request.token_ids) // 2 + step) for request in requests]
@@ -339,7 +343,7 @@ def _decode(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
 
 
 def _chunks(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
-    """Chunks of several sizes in each pass, which share no boundary with pages."""
+    """Read chunks of several sizes in each pass, which share no boundary with pages."""
     read = dict.fromkeys(requests, 0)
     step = 0
     while any(done < len(request.token_ids) for request, done in read.items()):
@@ -355,7 +359,7 @@ def _chunks(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
 
 
 def _prefix(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
-    """All at once, and the second half once more by others that find the pages of the first."""
+    """Read all at once, then read the second half again by new requests that reuse the pages of the first half."""
     yield [ScheduledTokens(request, 0, len(request.token_ids)) for request in requests]
     fresh = 1 + max(page for request in requests for page in request.pages)
     plan = []
@@ -374,12 +378,12 @@ def _prefix(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
 
 
 WAYS: Mapping[str, Reader] = MappingProxyType({"decode": _decode, "chunks": _chunks, "prefix": _prefix})
-"""Ways in which an engine reads a sequence."""
+"""Attention paths on which an engine reads a sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Something that both sides compute."""
+    """A part of a layer that both sides compute."""
 
     name: str
     routes: int | None = None
@@ -387,7 +391,7 @@ class _Part:
 
 
 def _parts(spec: ModelSpec) -> list[_Part]:
-    """In the order of computation."""
+    """The parts of a model in the order of computation."""
     parts = []
     for layer in range(spec.layers):
         routes = spec.sparse_layers.index(layer) if layer in spec.sparse_layers else None
@@ -413,7 +417,7 @@ def _note(seen: dict[str, Tensor], name: str, _module: nn.Module, _inputs: objec
 
 
 def _request(index: int, sequence: Ids, first_page: int) -> EngineRequest:
-    """A request for nothing but reading ``sequence``, with pages of its own."""
+    """A request that only reads ``sequence``, with its own pages."""
     pages = -(-len(sequence) // PAGE)
     return EngineRequest(
         session=str(index),
@@ -452,15 +456,15 @@ GOOD, WARN, DIM = "green", "yellow", "bright_black"
 
 
 WEIGHTS_POLL_S = 0.2
-"""Interval at which a gate that was started early looks for the weights."""
+"""Interval at which a gate that was started early polls for the weights."""
 
 
 def gate(folder: RunFolder) -> None:
     """Stop a run whose engine and trainer disagree. Raises :class:`~etude.errors.MismatchError`.
 
-    Where a phase before the loop is still under way, random weights of the recipe's shape are compared first: a machine
-    that computes wrongly is found before mid-training is paid for, kernels are compiled by the time that the loop needs
-    them, and what is left to do is the comparison of the weights that the phase publishes.
+    While a phase before the loop is still in progress, random weights of the recipe's shape are compared first. This
+    detects a machine that computes wrongly before mid-training is paid for, and compiles kernels before the loop needs
+    them. Then the weights that the phase publishes are compared.
     """
     config, console = folder.config(), Console(width=100)
     torch.set_num_threads(config.trainer.threads)
@@ -499,8 +503,8 @@ def parity_of_run(folder: RunFolder, config: RunConfig) -> Parity:
 def parity_of_model(checkpoint: Path | None, config: RunConfig) -> Parity:
     """Check parity on a Hugging Face checkpoint, or on a random model of the recipe's shape.
 
-    Raises :class:`~etude.errors.DamagedError` for a checkpoint that no run could start from: without a tokenizer or a
-    chat template, too.
+    Raises :class:`~etude.errors.DamagedError` for a checkpoint that no run could start from, such as one without a
+    tokenizer or a chat template.
     """
     device = resolve_device(config.engine.device)
     shape = config.model.shape

@@ -14,7 +14,7 @@ class Penalties:
     """Computes the penalties of a recipe."""
 
     def __init__(self, config: RunConfig, reference: Reference | None) -> None:
-        """``reference`` is there exactly where ``loss.reference_beta`` is above 0."""
+        """``reference`` is given exactly if ``loss.reference_beta`` is above 0."""
         if (reference is not None) != (config.loss.reference_beta > 0):
             raise ValueError(f"loss.reference_beta = {config.loss.reference_beta:g} does not go with {reference!r}")
         self._effort = config.effort
@@ -39,7 +39,7 @@ class Penalties:
         }
 
     def _divergences(self, reference: Reference, rollouts: Sequence[Rollout]) -> list[tuple[str, float]]:
-        """k1 of every trajectory, with the rollout that it belongs to."""
+        """(Rollout, k1) of every trajectory."""
         trajectories = [trajectory for rollout in rollouts for trajectory in build_trajectories(rollout, 0.0)]
         return [
             (trajectories[index].rollout_id, nats)

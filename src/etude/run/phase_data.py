@@ -1,9 +1,9 @@
-"""The data of mid-training and SFT: which sources a phase reads, what is held out, and how far it has read.
+"""The data of mid-training and SFT: the sources of a phase, the held-out documents, and the read position.
 
-    section of the recipe ──▶ sources ──▶ mixture ──▶ batches, of which each reader has a part
+    section of the recipe ──▶ sources ──▶ mixture ──▶ batches, one part for each reader
                                  └──▶ held-out documents
 
-A reader is a process, or the ranks that share a context. How far each has read is saved with the weights.
+A reader is a process, or the ranks that share a context. The position of each reader is saved with the weights.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from etude.trainer.optimisation import BatchSchedule
 from etude.types import Document, Split
 
 HELDOUT_DOCUMENTS = 64
-"""Held-out documents of each source on which the loss is measured: some ten thousand tokens, a second's work."""
+"""Held-out documents of each source on which the loss is measured: about ten thousand tokens, which take a second."""
 HELDOUT_SEED = 0
 """Seed of the held-out documents, the same for every run, so that runs can be compared."""
 CURSOR, IDENTITY = "cursor", "identity"
 """In a checkpoint: ``cursor/<source>`` int64 [readers, 2] documents and tokens; ``identity`` uint8 [32] of the data."""
 DOCUMENT_BYTES = 1_024
-"""Longest part of a text file that is one document: some hundred tokens, so that it fits any context."""
+"""Maximum length of a document from a text file: a few hundred tokens, so that it fits any context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ImitationData:
 
     stream: BatchStream
     heldout: Mapping[str, Sequence[Document]]
-    """Source → documents that are never learnt from; without those that have none, or where nothing is measured."""
+    """Source → documents excluded from training; empty if nothing is measured, and without sources that have none."""
 
     @property
     def tokens(self) -> int:
@@ -56,10 +56,10 @@ def open_reading(
     config: RunConfig, phase: Phase, chat: ChatFormat, folder: Path, *, reader: int = 0, readers: int = 1
 ) -> ImitationData:
     """Open the data of a phase for one of its readers: checked sources, their stream, and held-out documents. Sources
-    in the ``folder`` of the run are named as its ``run.toml`` names them, so that a checkpoint's cursor is of the same
-    ones on every machine.
+    in the run's ``folder`` have the names of its ``run.toml``, so that a checkpoint's cursor names the same sources on
+    every machine.
 
-    Raises :class:`~etude.errors.ConfigError` for a source that is missing or has lines that cannot be learnt from.
+    Raises :class:`~etude.errors.ConfigError` for a source that is missing or has invalid lines.
     """
     named = config.midtrain.shares if phase == "midtrain" else {f"chat:{config.sft.file}": (1.0, 1.0)}
     shares = {change_source(name, lambda path: in_run(path, folder)): share for name, share in named.items()}
@@ -78,8 +78,8 @@ def open_reading(
 def _open(
     config: RunConfig, phase: Phase, files: Mapping[str, str], chat: ChatFormat, split: Split
 ) -> dict[str, Source]:
-    """The sources of a phase by name, on one side of the hold-out; none where the phase reads nothing. ``files`` are
-    their names with whole paths.
+    """The sources of a phase by name, for one split; none if the phase reads no data. ``files`` maps their names to
+    full paths.
     """
     if phase == "midtrain" and not config.midtrain.tokens:
         return {}
@@ -122,7 +122,7 @@ def read_cursors(tensors: Mapping[str, Tensor], identity: str, readers: int) -> 
             f"run.toml, or start a new run"
         )
     rows = {
-        name.removeprefix(f"{CURSOR}/"): tensor.reshape(readers, 2).tolist()  # one reader's was once [2]
+        name.removeprefix(f"{CURSOR}/"): tensor.reshape(readers, 2).tolist()  # one reader once had [2]
         for name, tensor in tensors.items()
         if name.startswith(f"{CURSOR}/")
     }

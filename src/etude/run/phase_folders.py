@@ -1,11 +1,11 @@
-"""Folders of the training phases before reinforcement learning, each of which is done once.
+"""Folders of the training phases before reinforcement learning, each of which runs once.
 
-    phases/start/model/   random weights and a tokenizer learnt for them; not there where a recipe names a checkpoint
-    phases/midtrain/      checkpoints/, and when it is done model/ with lineage.json in it
-    phases/sft/           likewise; begins with the model of the phase before it
+    phases/start/model/   random weights and a trained tokenizer; absent if the recipe names a checkpoint
+    phases/midtrain/      checkpoints/, and when done model/ with lineage.json
+    phases/sft/           likewise; starts from the model of the previous phase
 
-A phase is done when its ``model/`` is there: a Hugging Face folder that is made aside and renamed, so it is whole or
-absent. Owns the names and that rename. Knows no model and loads no torch.
+A phase is done when its ``model/`` exists: a Hugging Face folder that is written elsewhere and renamed, so it is
+complete or absent. This module owns the names and that rename. It knows no model and does not import torch.
 """
 
 import shutil
@@ -26,7 +26,7 @@ from etude.run.folder import RunFolder
 Phase: TypeAlias = Literal["midtrain", "sft"]
 """A phase before reinforcement learning."""
 RECORD_FILE = "lineage.json"
-"""In the model folder that a phase leaves."""
+"""File in the model folder of a phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,15 @@ class PhaseRecord:
     steps: int
     tokens: int
     loss: float | None
-    """Held-out, nats per token, weighted as it was learnt; ``None`` where it was not measured."""
+    """Held-out loss in nats per token, weighted as in training; ``None`` if it was not measured."""
     digest: str
-    """Digest of the float32 weights it ended with (:func:`etude.weights.digest.state_digest`)."""
+    """Digest of the final float32 weights (:func:`etude.weights.digest.state_digest`)."""
     parent: str
-    """Digest of those it began with."""
+    """Digest of the initial weights."""
 
 
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
-    """The phases of a recipe, in order. Mid-training is always one, perhaps of zero steps."""
+    """The phases of a recipe, in order. Mid-training is always included, possibly with zero steps."""
     return ("midtrain", "sft") if config.sft.file else ("midtrain",)
 
 
@@ -55,14 +55,14 @@ def settings_of(config: RunConfig, phase: Phase) -> ImitationConfig:
 
 
 def parallel_of(config: RunConfig, phase: Phase) -> ParallelConfig:
-    """The ranks of a phase; one, where it reads nothing."""
+    """The ranks of a phase; one if it reads no data."""
     if phase == "midtrain" and not config.midtrain.tokens:
         return ParallelConfig()
     return config.parallel.imitation
 
 
 def ranks_of(config: RunConfig, command: str) -> int:
-    """The ranks of a command of a run: the trainer's, a phase's; of any other one."""
+    """The number of ranks of a command: of the trainer or a phase; 1 for any other command."""
     match command:
         case "train":
             return config.parallel.ranks
@@ -73,16 +73,16 @@ def ranks_of(config: RunConfig, command: str) -> int:
 
 
 PHASES = "phases"
-"""Folder of a run with what its phases leave, and its place at the run's URL."""
+"""Folder of the phases in the run folder and at the run's URL."""
 
 
 def checkpoints_place(phase: Phase) -> str:
-    """Folder, below the run's, in which a phase saves its training state."""
+    """Folder, relative to the run folder, for the training state of a phase."""
     return f"{PHASES}/{phase}/checkpoints"
 
 
 def model_place(phase: Phase | Literal["start"]) -> str:
-    """The Hugging Face folder, below the run's, that a phase leaves."""
+    """The Hugging Face folder, relative to the run folder, with the model of a phase."""
     return f"{PHASES}/{phase}/model"
 
 
@@ -94,15 +94,15 @@ class PhaseFolders:
         self._path = folder.path / PHASES
 
     def checkpoints(self, phase: Phase) -> Path:
-        """Folder in which a phase saves its training state."""
+        """Folder for the training state of a phase."""
         return self._folder / checkpoints_place(phase)
 
     def model(self, phase: Phase | Literal["start"]) -> Path:
-        """The Hugging Face folder that a phase leaves."""
+        """The Hugging Face folder with the model of a phase."""
         return self._folder / model_place(phase)
 
     def record(self, phase: Phase) -> PhaseRecord | None:
-        """Record of a phase, once it is done. Raises :class:`~etude.errors.DamagedError` if that cannot be read."""
+        """Record of a phase, once it is done. Raises :class:`~etude.errors.DamagedError` if it is unreadable."""
         file = self.model(phase) / RECORD_FILE
         if not self.model(phase).exists():
             return None
@@ -112,10 +112,10 @@ class PhaseFolders:
             raise DamagedError(f"{file} is missing or damaged: {error}; restore it, or start a new run") from error
 
     def pending(self, config: RunConfig) -> list[Phase]:
-        """The phases that are still to be done, in order.
+        """The remaining phases, in order.
 
-        Raises :class:`~etude.errors.RunFolderError` where one is missing before one that is done: its model would have
-        no place in the descent.
+        Raises :class:`~etude.errors.RunFolderError` if a missing phase precedes a finished one: its model would not be
+        part of the lineage.
         """
         phases = phases_of(config)
         done = [self.record(phase) is not None for phase in phases]
@@ -124,7 +124,9 @@ class PhaseFolders:
         return [phase for phase, is_done in zip(phases, done, strict=True) if not is_done]
 
     def origin(self, phase: Phase, config: RunConfig) -> Path:
-        """The model folder that a phase begins with: of the phase before, or the recipe's checkpoint, or the start."""
+        """The initial model folder of a phase: that of the previous phase, the recipe's checkpoint, or the random
+        start.
+        """
         phases = phases_of(config)
         index = phases.index(phase)
         if index:
@@ -133,9 +135,9 @@ class PhaseFolders:
 
 
 def check_complete(lineage: PhaseFolders, config: RunConfig) -> None:
-    """Raise :class:`~etude.errors.RunFolderError` for a phase after version 0 was published.
+    """Raise :class:`~etude.errors.RunFolderError` if a phase is missing after version 0 was published.
 
-    A folder that version 0 was copied into has no phases, and needs none.
+    A folder into which version 0 was copied has no phases, and needs none.
     """
     pending, phases = lineage.pending(config), phases_of(config)
     if pending and len(pending) < len(phases):
@@ -146,9 +148,9 @@ def check_complete(lineage: PhaseFolders, config: RunConfig) -> None:
 
 
 def place(target: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder atomically: ``fill`` writes into a temporary one, which is then renamed.
+    """Create a folder atomically: ``fill`` writes into a temporary folder, which is then renamed.
 
-    One that is there already is left alone: another process made the same.
+    An existing folder is unchanged: another process created the same one.
     """
     if target.exists():
         return
@@ -164,5 +166,5 @@ def place(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def write_record(folder: Path, record: PhaseRecord) -> None:
-    """Write the record of a phase beside its model."""
+    """Write the record of a phase into its model folder."""
     (folder / RECORD_FILE).write_bytes(orjson.dumps(asdict(record), option=orjson.OPT_INDENT_2) + b"\n")

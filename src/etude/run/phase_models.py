@@ -1,8 +1,8 @@
-"""The models of mid-training and SFT: made at random or read, trained by one process or several, written down.
+"""The models of mid-training and SFT: initialised or loaded, trained by one process or several, and saved.
 
     folder ──▶ model, whole or sharded over ranks, in the arithmetic of a phase ──▶ folder ──▶ weight version 0
 
-Which steps are taken between is :mod:`etude.run.phases`'.
+:mod:`etude.run.phases` runs the steps.
 """
 
 import shutil
@@ -58,11 +58,11 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "generation_config.json", "additional_chat_templates"),
 )
-"""Files that a model folder hands down to the next, where they are there."""
+"""Optional files that are copied from one model folder to the next."""
 
 
 def make_start(target: Path, config: RunConfig) -> None:
-    """Make a random model in ``target``, with a tokenizer trained on the data that it will read."""
+    """Create a random model in ``target``, with a tokenizer trained on its training data."""
     shape = config.model.shape
     assert isinstance(shape, ModelShape), "a checkpoint is a start by itself"
     chat = ChatTemplate.train(tokenizer_texts(open_demonstrations(config), config.seed), shape.vocab_size)
@@ -73,12 +73,12 @@ def make_start(target: Path, config: RunConfig) -> None:
 
 
 def publish_start(folder: RunFolder, origin: Path, events: EventLog, outages: StoreOutages) -> None:
-    """Make the last phase's model the run's model, and publish it as weight version 0: as the base of all versions an
-    adapter over it that changes nothing, where RL trains one.
+    """Make the last phase's model the run's model, and publish it as weight version 0. If RL trains an adapter, version
+    0 is an adapter on it that changes nothing.
     """
     config = folder.config()
     place(folder.model, lambda target: _make_model(origin, target, config))
-    keep(folder, *MODEL, outages=outages)  # weights are of no use without it
+    keep(folder, *MODEL, outages=outages)  # weights are useless without the model folder
     with WeightPublishing(open_log(folder, outages), config.name, events) as publishing, outages:
         base, impl = frozen_base(folder.model, config), config.model.impl
         spec = load_spec(folder.model, impl)
@@ -103,7 +103,9 @@ def save_model(target: Path, model: CausalModel, chat: ChatFormat) -> None:
 def save_state(
     target: Path, spec: ModelSpec, state: Mapping[str, Tensor], chat: ChatFormat, extra: Mapping[str, Json]
 ) -> None:
-    """Write weights and config into ``target``, with the ids of end and padding tokens; ``extra`` goes beside."""
+    """Write weights and config into ``target``, with the ids of end and padding tokens; ``extra`` is added to the
+    config.
+    """
     end_id = chat.stop_ids[0]
     pad_id = chat.pad_id if isinstance(chat, ChatTemplate) else end_id
     save_checkpoint(target, spec, state, end_id=end_id, pad_id=pad_id, extra=extra)
@@ -124,7 +126,7 @@ def copy_tokenizer(origin: Path, target: Path) -> None:
 
 
 def _make_model(origin: Path, target: Path, config: RunConfig) -> None:
-    """Copy a model, or write it anew with a draft head where the recipe has one."""
+    """Copy a model, or write it with a draft head if the recipe has one."""
     if has_drafts(config):
         copy_tokenizer(origin, target)
         save_model(target, with_draft_head(origin, config), load_format(origin, config.gateway.chat_template_kwargs))
@@ -133,7 +135,7 @@ def _make_model(origin: Path, target: Path, config: RunConfig) -> None:
 
 
 def prepare(model: CausalModel, config: RunConfig) -> None:
-    """Move a whole model to where it is trained, in a phase's arithmetic; frozen weights get the published type."""
+    """Move a whole model to its training device, in a phase's arithmetic; frozen weights get the published type."""
     device = resolve_device(config.trainer.device)
     model.arithmetic = phase_arithmetic(config, device)
     model.to(device).train()
@@ -144,11 +146,11 @@ def prepare(model: CausalModel, config: RunConfig) -> None:
 
 
 def sharded_model(origin: Path, config: RunConfig, grid: Grid) -> CausalModel:
-    """Read a rank's shards of the model in ``origin``, of which no rank ever holds more than a block whole; without
-    sharding all of it.
+    """Read a rank's shards of the model in ``origin``, with at most one whole block in memory at a time; without
+    sharding, read all of it.
 
     Raises :class:`~etude.errors.DamagedError`, and :class:`~etude.errors.ConfigError` for experts that cannot be
-    divided as the grid wants.
+    divided over the grid.
     """
     device, stored = resolve_device(config.trainer.device), StoredCheckpoint(origin, config.model.impl)
     with torch.device("meta"):
@@ -165,9 +167,8 @@ def sharded_model(origin: Path, config: RunConfig, grid: Grid) -> CausalModel:
 
 
 def phase_arithmetic(config: RunConfig, device: str) -> FastArithmetic:
-    """The arithmetic of a phase. There is no engine yet to agree with, so it is the fast one: in float32 on a CPU, with
-    bfloat16 products where the run is a bfloat16 one and the processor multiplies these faster; elsewhere in the type
-    that the run will compute with.
+    """The arithmetic of a phase. There is no engine yet to agree with, so it is the fast one: float32 on a CPU, with
+    bfloat16 products if the run uses bfloat16 and the CPU multiplies it faster; on other devices the run's type.
     """
     if device != "cpu":
         return FastArithmetic(DTYPES[config.numerics.stored_dtype])

@@ -1,12 +1,12 @@
-"""Mid-training and SFT, each one process or a group of ranks, and weight version 0 after the last of them.
+"""Mid-training and SFT, each in one process or a group of ranks; the last phase publishes weight version 0.
 
-    model of the phase before ──▶ steps, checkpoints with the data's cursor ──▶ its model ──▶ next phase, or version 0
+    model of the previous phase ──▶ steps, checkpoints with the data's cursor ──▶ its model ──▶ next phase, or version 0
 
-Safe to kill and start again at any point: a phase goes on from its newest checkpoint and takes the very steps that it
-would have taken, one that is done is never done again, and once version 0 is committed nothing is left to do.
+A phase can be killed and restarted at any point: it continues from its newest checkpoint with exactly the steps that it
+would have taken. A finished phase is never repeated, and once version 0 is committed nothing is left to do.
 
-Each rank reads its own part of every batch, so ranks need no orders. Rank 0 alone decides whether there is a phase to
-do, writes events and copies, and leaves the model.
+Each rank reads its own part of every batch, so ranks need no commands. Only rank 0 decides whether there is a phase to
+run, writes events and copies, and saves the model.
 """
 
 import math
@@ -71,7 +71,7 @@ from etude.types import Document
 REPORT_EVERY_STEPS, REPORT_S = 20, 5.0
 """Steps between progress events, about a second on a laptop; and the longest time between them, for slow steps."""
 BEGIN, NOTHING = b"begin", b"nothing"
-"""Messages of rank 0 to the others: whether there is a phase to do."""
+"""Messages of rank 0 to the others: run the phase, or nothing to do."""
 
 
 def run_phases(folder: RunFolder) -> None:
@@ -93,7 +93,7 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
             lead(folder, phase, grid)
         elif grid.broadcast(b"") == BEGIN:
             bring(folder, phase, grid)
-            outages = StoreOutages(folder.store, config.rollouts.max_outage_s)  # rank 0 tells people of them
+            outages = StoreOutages(folder.store, config.rollouts.max_outage_s)  # only rank 0 reports them
             with PhaseProcess(folder, phase, None, outages, grid) as process:
                 process.run()
 
@@ -124,7 +124,9 @@ def lead(folder: RunFolder, phase: Phase, grid: Grid | None) -> None:
 
 
 def is_next(folder: RunFolder, phase: Phase) -> bool:
-    """True if the phase is still to be done. Raises :class:`~etude.errors.RunFolderError` where another comes first."""
+    """True if the phase is still to be done. Raises :class:`~etude.errors.RunFolderError` if another
+    phase comes first.
+    """
     bring_models(folder)
     pending = PhaseFolders(folder).pending(folder.config())
     if phase in pending and pending[0] != phase:
@@ -134,16 +136,18 @@ def is_next(folder: RunFolder, phase: Phase) -> bool:
 
 
 def bring(folder: RunFolder, phase: Phase, grid: Grid | None) -> None:
-    """Bring what a phase begins with from the run's URL to each machine; the ranks go on together."""
+    """Download the initial model and checkpoint of a phase from the run's URL to each machine; the ranks continue
+    together.
+    """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         bring_models(folder)
         restore_checkpoint(folder, checkpoints_place(phase))
     if grid is not None:
-        grid.largest(0)  # nobody has a number before all have brought what is theirs
+        grid.largest(0)  # a barrier: no rank gets a number before all have downloaded
 
 
 def bring_models(folder: RunFolder) -> None:
-    """Bring the models that phases have left so far."""
+    """Download the models of the phases done so far."""
     restore_model(folder, model_place("start"))
     for phase in phases_of(folder.config()):
         restore_model(folder, model_place(phase))
@@ -155,7 +159,7 @@ class PhaseProcess(Closing):
     def __init__(
         self, folder: RunFolder, phase: Phase, events: EventLog | None, outages: StoreOutages, grid: Grid | None
     ) -> None:
-        """``events`` are rank 0's."""
+        """``events`` is set on rank 0 only."""
         self._phase = phase
         self._events = events
         self._grid = grid
@@ -172,11 +176,11 @@ class PhaseProcess(Closing):
         self._parent, self._model = self._open_model()
         self._cost = Cost.of_model(self._model.spec)
         for later in phases_of(self._config)[phases_of(self._config).index(phase) + 1 :]:
-            open_reading(self._config, later, self._chat, folder.path)  # refused now, or hours later
+            open_reading(self._config, later, self._chat, folder.path)  # fails now rather than hours later
         self._tokens = 0
         """Tokens that all ranks have read."""
         self._ends = list(accumulate(batch_schedule(self._settings, self._reading.tokens).budgets()))
-        """Tokens that have been read once each step is taken."""
+        """Cumulative tokens read after each step."""
         self._steps = len(self._ends)
         self._optimisation = optimisation_of(self._model, self._config, self._settings, steps=self._steps, grid=grid)
         self._trainer = ImitationTrainer(self._optimisation, grid)
@@ -184,11 +188,11 @@ class PhaseProcess(Closing):
         self._copies = CheckpointCopies(folder, outages, checkpoints_place(phase))
 
     def close(self) -> None:
-        """Wait for the copy of a checkpoint under way."""
+        """Wait for the checkpoint copy in progress."""
         self._copies.close()
 
     def run(self) -> None:
-        """Take the steps that are left, and leave the model that they end with."""
+        """Take the remaining steps and save the resulting model."""
         step, cursor = self._recover()
         loss = self._measure(step)
         recent, since_s, first = Loss(), time.perf_counter(), step + 1
@@ -209,17 +213,17 @@ class PhaseProcess(Closing):
         self._end(loss)
 
     def _is_due(self, step: int, every: int) -> bool:
-        """True if something that is done every so many steps, and after the last one, is to be done; 0: only then."""
+        """True at multiples of ``every`` and at the last step; 0 means only at the last step."""
         return step == self._steps or bool(every and step % every == 0)
 
     def _open_model(self) -> tuple[str, CausalModel]:
-        """(digest of the weights that the phase begins with, on rank 0; the model where it is trained)."""
+        """Load the model: (digest of the phase's initial weights, on rank 0 only; the model on its training device)."""
         if self._grid is not None:
             parent = digest_of(read_model(self._origin, self._config.model.impl)) if self._is_first else ""
             return parent, sharded_model(self._origin, self._config, self._grid)
         model = read_model(self._origin, self._config.model.impl)
         parent = digest_of(model)
-        if self._reading.tokens:  # what reads nothing computes nothing: its model stays on the host
+        if self._reading.tokens:  # without data there is nothing to compute: the model stays on the host
             if self._config.lora.trains(self._phase):
                 assert isinstance(model, Decoder), "refused with the recipe"
                 attach(model, adapter_spec(self._config), base=parent, seed=self._config.seed)
@@ -228,7 +232,7 @@ class PhaseProcess(Closing):
 
     @property
     def _is_first(self) -> bool:
-        """True on rank 0, which alone writes what is not a checkpoint."""
+        """True on rank 0, the only rank that writes anything other than checkpoints."""
         return self._events is not None
 
     def _save(self, step: int, cursor: Cursor) -> None:
@@ -251,11 +255,11 @@ class PhaseProcess(Closing):
 
     @property
     def _identity(self) -> str:
-        """Digest of all that decides the batches, so that no cursor is read for other data."""
+        """Digest of everything that determines the batches, so that a cursor is never applied to other data."""
         return f"{self._reading.stream.identity}; {self._ends}"
 
     def _recover(self) -> tuple[int, Cursor]:
-        """Go to the newest checkpoint; returns its step and what this reader had read by then."""
+        """Load the newest checkpoint; returns its step and this reader's cursor at that step."""
         saved = max(self._checkpoints.steps(), default=0)
         if not saved:
             return 0, Cursor()
@@ -266,7 +270,7 @@ class PhaseProcess(Closing):
         return saved, cursors[self._share]
 
     def _passes(self, documents: Sequence[Document]) -> list[list[Document]]:
-        """Pack this rank's documents into as many passes as any rank's need."""
+        """Pack this rank's documents into passes; all ranks have the number of passes of the rank that needs most."""
         lengths = [len(document.token_ids) for document in documents]
         most = self._config.trainer.microbatch_tokens * self._config.parallel.cp
         (packed,) = pack(lengths, max_tokens=most, ranks=1, cost=self._cost)
@@ -276,7 +280,7 @@ class PhaseProcess(Closing):
         return passes
 
     def _measure(self, step: int) -> float | None:
-        """The held-out loss after a step; ``None`` where nothing is held out."""
+        """The held-out loss after a step; ``None`` if no data is held out."""
         losses = {
             name: self._trainer.measure(self._passes(documents[self._share :: self._shares]))
             for name, documents in self._reading.heldout.items()
@@ -311,14 +315,12 @@ class PhaseProcess(Closing):
         )
 
     def _write(self, event: Event) -> None:
-        """Write an event down, on rank 0."""
+        """Write an event, on rank 0 only."""
         if self._events is not None:
             self._events.write(event)
 
     def _whole(self) -> CausalModel | None:
-        """The model that the phase ends with, on rank 0; an adapter is merged into the weights as they were, in
-        float32.
-        """
+        """The final model of the phase, on rank 0; an adapter is merged into the original weights in float32."""
         if self._grid is not None:
             return WholeCopy(self._model, self._grid.everyone, {}).update()
         if self._model.adapters is None:
@@ -362,5 +364,5 @@ class PhaseProcess(Closing):
 
 
 def _or_zero(value: float) -> float:
-    """NaN is no JSON."""
+    """Replace NaN, which JSON does not have, by 0."""
     return 0.0 if math.isnan(value) else value

@@ -1,6 +1,6 @@
 """The machines of one run, the launcher that places its processes there, and the state of its fleet.
 
-Which processes there are is :mod:`etude.run.fleet_plan`'s; what becomes of them :mod:`etude.run.supervision`'s.
+:mod:`etude.run.fleet_plan` decides which processes there are; :mod:`etude.run.supervision` keeps them running.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from etude.run.launchers.local import LocalLauncher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlacement:
-    """The fleet of a run, its launcher, and the fleet's state as this supervisor follows it."""
+    """The fleet of a run, its launcher, and the fleet state that this supervisor follows."""
 
     fleet: FleetConfig
     launcher: ProcessLauncher
@@ -39,26 +39,30 @@ class RunPlacement:
     state: FleetState | None = None
     """``None`` on one machine without a fleet."""
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Process → its GPUs, where this supervisor divides them."""
+    """Process → its GPUs, if this supervisor divides them."""
 
     def run_words(self, folder: RunFolder) -> str:
-        """The words by which a process opens the run."""
+        """The path or URL with which a process opens the run."""
         return str(folder.path.absolute()) if self.state is None else words_of(folder)
 
     def own_specs(self, specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
-        """The ``specs`` that this launcher has to place: of all regions that it reaches, or only of this one."""
+        """The ``specs`` that this launcher places: those of all regions if it spans regions, else those of
+        this region.
+        """
         own = [spec for spec in specs if self.launcher.spans_regions or spec.region == self.region]
         return with_gpus(own, self.gpus)
 
     def specs_of(self, desired: Desired) -> tuple[ProcessSpec, ...]:
-        """The specs of a newer desired state. Raises :class:``~etude.errors.ConfigError`` if it is another fleet's."""
+        """The specs of a newer desired state. Raises :class:`~etude.errors.ConfigError` if the change needs a restart
+        of the supervisor.
+        """
         if changed := lasting_changes(self.fleet, desired.fleet):
             raise ConfigError(f"{', '.join(changed)} of the fleet changed: start the supervisor of {self.region} again")
         return self.own_specs(desired.specs)
 
 
 def place_here(folder: RunFolder, config: RunConfig) -> RunPlacement:
-    """Place all processes on this machine. Raises :class:`~etude.errors.ConfigError` where it has too few GPUs."""
+    """Place all processes on this machine. Raises :class:`~etude.errors.ConfigError` if it has too few GPUs."""
     fleet = one_machine(config)
     launcher = LocalLauncher(Section(), LaunchContext(run="", folder=folder.path))
     count = count_gpus(config)
@@ -70,7 +74,8 @@ def place_here(folder: RunFolder, config: RunConfig) -> RunPlacement:
 def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunPlacement:
     """Place processes on a fleet: those of ``region`` (default: home), and of all regions that the launcher reaches.
 
-    Raises :class:`~etude.errors.ConfigError` for a launcher that cannot be made, or keeps processes by itself.
+    Raises :class:`~etude.errors.ConfigError` for a launcher that cannot be created, or that starts processes itself
+    from files.
     """
     if fleet.launcher in RENDERED:
         raise ConfigError(
@@ -89,30 +94,30 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunP
 
 
 def desired_of(folder: RunFolder, fleet: FleetConfig) -> Desired:
-    """The desired state of a run on a fleet. Raises :class:`~etude.errors.ConfigError` as a plan does."""
+    """The desired state of a run on a fleet. Raises :class:`~etude.errors.ConfigError` as :func:`plan_loop` does."""
     return Desired(fleet=fleet, specs=plan_loop(folder.config(), fleet, words_of(folder)))
 
 
 def words_of(folder: RunFolder) -> str:
-    """The words by which a process on a fleet opens the run: its URL, if it has one, since each machine has a working
-    folder of its own; else its folder.
+    """The path or URL with which a process on a fleet opens the run: its URL, if it has one, since each machine has its
+    own working folder; else its folder.
     """
     return folder.url or str(folder.path.absolute())
 
 
 def fleet_of(folder: RunFolder) -> FleetConfig | None:
-    """The fleet that a run was last placed on; ``None`` for this machine alone."""
+    """The fleet that a run was last placed on; ``None`` for a run on one machine."""
     file = folder.path / FLEET_FILE
     return load_fleet(file) if file.is_file() else None
 
 
 def remember_fleet(folder: RunFolder, fleet: FleetConfig) -> None:
-    """Keep a fleet with its run, so that ``--resume`` finds it."""
+    """Save a fleet in the run folder, so that ``--resume`` finds it."""
     (folder.path / FLEET_FILE).write_text(tomli_w.dumps(fleet.model_dump(mode="json")), encoding="utf-8")
 
 
 def check_change(folder: RunFolder, fleet: FleetConfig) -> None:
-    """Raise :class:`~etude.errors.ConfigError` where a run on a fleet cannot become one on ``fleet`` while it lives."""
+    """Raise :class:`~etude.errors.ConfigError` if a live run on a fleet cannot change to ``fleet``."""
     before = fleet_of(folder)
     if before is None:
         raise ConfigError(f"{folder.name} is on one machine: place it with `etude run --resume {folder.name} --fleet`")
@@ -124,7 +129,7 @@ def check_change(folder: RunFolder, fleet: FleetConfig) -> None:
 
 
 def region_store(folder: RunFolder, region: str) -> str:
-    """The URL of a region's store; ``region`` is empty for home, whose store is at the URL of the run.
+    """The URL of a region's store; an empty ``region`` is home, whose store is at the URL of the run.
 
     Raises :class:`~etude.errors.RunFolderError` for a region that the fleet does not have.
     """
@@ -138,17 +143,17 @@ def region_store(folder: RunFolder, region: str) -> str:
 
 
 def open_state(folder: RunFolder, region: str = "") -> FleetState:
-    """The state of a run's fleet, as the supervisor of a region follows it; empty for home."""
+    """The state of a run's fleet, as the supervisor of ``region`` follows it; empty for home."""
     return FleetState(fleet_objects(folder, region), fleet_objects(folder) if region else None)
 
 
 def fleet_objects(folder: RunFolder, region: str = "") -> FleetObjects:
-    """The state of a run's fleet in the store of a region; empty for home."""
+    """The state of a run's fleet in the store of ``region``; empty for home."""
     objects = ObjectStore(f"{region_store(folder, region)}/{FLEET_FOLDER}")
     return FleetObjects(objects, folder.key(KeyRole.FLEET))
 
 
 def run_id(place: str) -> str:
-    """A short name for a run by its folder or URL, of small letters, digits and hyphens: ``fix-7-1a2b3c4d``."""
+    """A short name for a run by its folder or URL, in lower-case letters, digits and hyphens: ``fix-7-1a2b3c4d``."""
     words = re.sub(r"[^a-z0-9]+", "-", place.rstrip("/").rpartition("/")[2].lower()).strip("-")[:32]
     return f"{words or 'run'}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"

@@ -1,10 +1,10 @@
-"""One task played in this process, before there is a run or beside it: the recipe's sandboxes, grader and harness, and
-a gateway of its own in front of any engine.
+"""One task played in this process, before or outside a run: with the recipe's sandboxes, grader and harness, and a
+separate gateway in front of any engine.
 
     task ──▶ sandbox, harness ──HTTP──▶ gateway ──▶ engine, a fake one or a real one
-                                                     └─▶ each completion is told to whoever looks on
+                                                     └─▶ each completion is reported to the caller
 
-Owns the wiring. A rollout is :mod:`etude.rollouts.worker`'s, and nothing of it is recorded anywhere.
+Wiring only: :mod:`etude.rollouts.worker` runs the rollout, of which nothing is recorded.
 """
 
 import asyncio
@@ -37,21 +37,21 @@ from etude.tokens.messages import ChatFormat
 from etude.types import Rollout, Task, TokenIds
 
 OnCompletion = Callable[[TokenIds, Completion], None]
-"""Is told the ids of a prompt and what was sampled after them."""
+"""Called with the ids of a prompt and its completion."""
 POLL_S = 0.02
-"""Interval at which the gateway is asked whether it has met its engine."""
+"""Interval at which the gateway is polled until it has connected to its engine."""
 
 
 @final
 class WatchedEngine:
-    """An engine whose every completion is told; implements :class:`~etude.protocols.Engine`."""
+    """An engine that reports every completion; implements :class:`~etude.protocols.Engine`."""
 
     def __init__(self, engine: Engine, tell: OnCompletion) -> None:
         self._engine = engine
         self._tell = tell
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
-        """Sample one completion, and tell of it."""
+        """Sample one completion, and report it."""
         completion = await self._engine.generate(prompt_ids, params, session=session)
         self._tell(prompt_ids, completion)
         return completion
@@ -59,7 +59,7 @@ class WatchedEngine:
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Sample one completion token by token, and tell of the whole."""
+        """Sample one completion token by token, and report the whole."""
         async with contextlib.aclosing(self._engine.stream(prompt_ids, params, session=session)) as chunks:
             async for chunk in chunks:
                 if chunk.completion is not None:
@@ -73,7 +73,7 @@ class WatchedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """All that a task is played with."""
+    """The components for playing a task."""
 
     config: RunConfig
     chat: ChatFormat
@@ -85,9 +85,9 @@ class Stage:
 
 
 async def play(stage: Stage, task: Task, *, temperature: float, tell: OnCompletion) -> Rollout:
-    """Play a task once, to its grade; the rollout says how it ended, as in a run.
+    """Play a task once and grade it; the rollout records how it ended, as in a run.
 
-    Raises :class:`~etude.errors.ConfigError` where this machine lacks what the recipe's sandboxes or harness need.
+    Raises :class:`~etude.errors.ConfigError` if this machine lacks requirements of the recipe's sandboxes or harness.
     """
     config, secret = stage.config, new_secret(Scope.ADMIN)
     admin = Key(key_id=new_key_id(), digest=digest_of(secret), scope=Scope.ADMIN)

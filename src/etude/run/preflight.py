@@ -1,9 +1,9 @@
-"""Checks of a recipe on this machine: made before there is a run, not by one of its processes.
+"""Checks of a recipe on this machine, before the run is created.
 
     recipe ──▶ judge ──▶ devices, ports ──▶ model ──▶ disk, memory ──▶ tasks, texts ──▶ session on a fake engine
 
-What costs nothing comes first. Owns the looking; what is looked for is explained by the sections of the recipe. A
-recipe alone says nothing of it, so ``--dry-run`` does not ask, but for the tasks (:mod:`etude.run.task_plan`).
+The cheapest checks come first. The sections of the recipe define the requirements; this module checks them.
+``--dry-run`` skips them, as it depends only on the recipe, except for the tasks (:mod:`etude.run.task_plan`).
 """
 
 import asyncio
@@ -57,18 +57,18 @@ from etude.tokens.render_differences import rendered_differently
 from etude.types import NamedChecks, Rollout, RolloutStatus, Split, Task, TokenIds
 
 SESSION_CALLS = 5
-"""Calls to the model after which a session has shown enough: an agent may go on with random words for ever."""
+"""Number of model calls after which a session passes: with random words an agent may continue forever."""
 SESSION_S = 60.0
-"""Longest time that a session may take to call the model for the first time, beside the start of an environment."""
+"""Longest time until a session's first model call, in addition to the start of an environment."""
 PLENTY = 1_000_000
-"""Context for a session whose tokenizer is not learnt yet: its stand-in needs many times the tokens."""
+"""Context for a session whose tokenizer is not trained yet: its placeholder needs many times the tokens."""
 POLL_S = 0.05
-"""Interval at which a session is looked at."""
+"""Interval at which a session is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFinding:
-    """One thing that was examined."""
+    """The result of one check."""
 
     name: str
     words: str
@@ -77,9 +77,9 @@ class MachineFinding:
 
 
 def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
-    """Check all that a new run at ``out`` needs, telling of each part as it was found.
+    """Check all requirements of a new run at ``out``, and yield each finding.
 
-    Raises :class:`~etude.errors.UserError` for the first that is missing: the message names value, key and fix.
+    Raises :class:`~etude.errors.UserError` for the first failure: the message names value, key and fix.
     """
     RunFolder.check_new(out)
     check_judge(config)
@@ -101,10 +101,10 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
 
 
 def check_judges(config: RunConfig) -> Iterator[MachineFinding]:
-    """Ask the endpoints of the run's judge, and of those of its release suites, whether they take their key.
+    """Check that the endpoints of the run's judge, and of its release suites' judges, accept their keys.
 
-    Raises :class:`~etude.errors.ConfigError` for a key that is missing or wrong. One that does not answer now is told:
-    what it is to judge waits for it.
+    Raises :class:`~etude.errors.ConfigError` for a missing or wrong key. An endpoint that does not answer is only
+    reported: judging will wait for it.
     """
     urls: set[str] = set()
     for each in (config, *(trial_config(config, suite) for suite in config.release.suites)):
@@ -123,7 +123,7 @@ def _ask_judge(config: RunConfig, url: str) -> MachineFinding:
 
 
 def check_machine(config: RunConfig) -> Iterator[MachineFinding]:
-    """Look for the devices and the ports of a recipe. Raises :class:`~etude.errors.UserError`."""
+    """Check the devices and the ports of a recipe. Raises :class:`~etude.errors.UserError`."""
     check_devices(config)
     count = count_gpus(config)
     phase_gpus(config, divide_gpus(config, count), count)
@@ -137,7 +137,7 @@ def check_machine(config: RunConfig) -> Iterator[MachineFinding]:
 
 
 def check_interpreter(config: RunConfig) -> None:
-    """Look for the Python of an engine that has one of its own. Raises :class:`~etude.errors.UserError`."""
+    """Check the Python interpreter of an engine with its own environment. Raises :class:`~etude.errors.UserError`."""
     match config.engine.options:
         case VllmOptions(python=python):
             vllm.find_python(python)
@@ -189,7 +189,7 @@ def check_model(config: RunConfig) -> Iterator[MachineFinding]:
 
 
 def check_room(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
-    """Compare what a run takes of disk and memory with what is free. Raises :class:`~etude.errors.UserError`."""
+    """Compare the disk space and memory of a run with the free amounts. Raises :class:`~etude.errors.UserError`."""
     spec = spec_of_recipe(config)
     advice = check_disk_space(config, out)
     yield MachineFinding(
@@ -200,7 +200,7 @@ def check_room(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
 
 
 def check_texts(config: RunConfig) -> None:
-    """Look for the files that mid-training and SFT read. Raises :class:`~etude.errors.ConfigError`."""
+    """Check the files that mid-training and SFT read. Raises :class:`~etude.errors.ConfigError`."""
     named = {"sft.file": config.sft.file} if config.sft.file else {}
     if config.midtrain.tokens:
         sources = [name for name in config.midtrain.shares if name.startswith(FILE_SOURCES)]
@@ -213,9 +213,9 @@ def check_texts(config: RunConfig) -> None:
 
 
 def first_tasks(config: RunConfig, family: TaskFamily) -> list[Task]:
-    """One task of each side that a recipe needs, the one of training first.
+    """One task of each split that a recipe needs, training first.
 
-    Raises :class:`~etude.errors.ConfigError` for one whose grader cannot be found.
+    Raises :class:`~etude.errors.ConfigError` for a task whose grader cannot be found.
     """
     sides = [Split.TRAIN, Split.HELDOUT] if config.eval.enabled else [Split.TRAIN]
     tasks = [family.task(split, 0) for split in sides]
@@ -226,9 +226,9 @@ def first_tasks(config: RunConfig, family: TaskFamily) -> list[Task]:
 
 
 def check_session(config: RunConfig, task: Task) -> MachineFinding:
-    """Play one session of the harness, in a sandbox, on an engine that says random words.
+    """Play one session of the harness, in a sandbox, on an engine that samples random words.
 
-    Raises :class:`~etude.errors.ConfigError` where the harness cannot be started or never calls the model.
+    Raises :class:`~etude.errors.ConfigError` if the harness cannot be started or never calls the model.
     """
     chat, max_length = _chat_of(config, task)
     engine = FakeEngine(SystemClock(), vocab_size=chat.vocab_size, max_length=max_length, seed=config.seed)
@@ -257,7 +257,7 @@ def check_session(config: RunConfig, task: Task) -> MachineFinding:
 
 
 async def _watch(playing: Coroutine[None, None, Rollout], calls: Callable[[], int], session_s: float) -> Rollout | None:
-    """The rollout, or ``None`` where it is not over after all the calls or all the time that it is given."""
+    """The rollout, or ``None`` if it has not ended within its calls or its time."""
     deadline_s = time.monotonic() + session_s
     async with background_task(playing) as played:
         while not played.done():
@@ -268,7 +268,7 @@ async def _watch(playing: Coroutine[None, None, Rollout], calls: Callable[[], in
 
 
 def _harness_key(config: RunConfig) -> str:
-    """The key that is to be changed where the harness does not work."""
+    """The recipe key to change if the harness does not work."""
     options = config.harness.options
     if isinstance(options, CommandOptions):
         return f"harness.options.command = {list(options.command)!r:.80}"
@@ -276,7 +276,7 @@ def _harness_key(config: RunConfig) -> str:
 
 
 def _chat_of(config: RunConfig, task: Task) -> tuple[ChatFormat, int]:
-    """The chat format of a recipe's model, and the context that a session may take."""
+    """The chat format of a recipe's model, and the context length of a session."""
     if config.model.checkpoint:
         chat = load_format(Path(config.model.checkpoint), config.gateway.chat_template_kwargs)
         return chat, config.engine.max_length
@@ -296,8 +296,8 @@ def spec_of_recipe(config: RunConfig) -> ModelSpec:
 
 
 def about_calls(config: RunConfig) -> list[str]:
-    """Read back what the checkpoint's chat template makes of tool calls, where an agent other than ours may live by
-    them.
+    """Check that tool calls rendered by the checkpoint's chat template can be parsed again, if an external agent may
+    use them.
     """
     if not isinstance(config.harness.options, CommandOptions):
         return []
@@ -312,7 +312,7 @@ def about_calls(config: RunConfig) -> list[str]:
 
 
 def about_template(checkpoint: Path, kwargs: TemplateKwargs = NO_KWARGS) -> list[str]:
-    """Compare what is trained with what another server would show the model: a line where they differ.
+    """Compare the trained prompt with the prompt of another server: a line if they differ.
 
     Raises as :func:`~etude.tokens.jinja.load_format`.
     """
@@ -326,7 +326,7 @@ def about_template(checkpoint: Path, kwargs: TemplateKwargs = NO_KWARGS) -> list
 
 
 def about_numerics(config: RunConfig) -> list[str]:
-    """A line where the numbers of a GPU are far from what it is made for."""
+    """A warning line if the number format is unsuitable for the GPU."""
     devices = {resolve_device(config.engine.device), resolve_device(config.trainer.device)}
     if "cuda" not in devices or resolve(config).numerics.dtype != "float32":
         return []

@@ -1,9 +1,9 @@
-"""Checks of a recipe for a machine, or a fleet of machines, with GPUs that are not here.
+"""Checks of a recipe for a machine, or a fleet of machines, with GPUs that this machine does not have.
 
-    recipe ──▶ numerics as they would be resolved there ──▶ which process has which GPU ──▶ memory of each
+    recipe ──▶ numerics as resolved there ──▶ GPUs of each process ──▶ memory of each process
 
-Owns what is asked; the answers are those of :mod:`etude.run.resolve`, :mod:`etude.run.gpus` and
-:mod:`etude.run.memory_plan`, as a run there would get them. A checkpoint may be its ``config.json`` alone.
+This module owns the questions; the answers come from :mod:`etude.run.resolve`, :mod:`etude.run.gpus` and
+:mod:`etude.run.memory_plan`, as in a run on that machine. Of a checkpoint, ``config.json`` suffices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def check_pretended(
 ) -> Iterator[MachineFinding]:
     """Check numerics, placement and memory of a recipe on a machine, or on a fleet of such machines.
 
-    Raises :class:`~etude.errors.ConfigError` for what would not run there: the message names the key and the fix.
+    Raises :class:`~etude.errors.ConfigError` if the recipe would not run there: the message names the key and the fix.
     """
     config = resolved_there(config)
     numerics, spec = config.numerics, spec_of_recipe(config)
@@ -56,14 +56,14 @@ def check_pretended(
 def uses_there(
     config: RunConfig, plan: MemoryPlan, machine: GpuMachine, fleet: FleetConfig | None = None
 ) -> Sequence[DeviceUse]:
-    """Processes on each GPU of a machine; of a fleet, on one that each process has for itself."""
+    """Processes on each GPU of a machine; on a fleet, each process has its own machine."""
     if fleet is None:
         return device_uses(config, plan, machine.gpus)
     return [DeviceUse(device="each GPU", processes=(side,)) for side in (plan.trainer, plan.engine)]
 
 
 def _check_fleet(config: RunConfig, fleet: FleetConfig, machine: GpuMachine) -> str:
-    """Describe how processes lie on the machines of a fleet. Raises :class:`~etude.errors.ConfigError`."""
+    """Describe the placement of processes on the machines of a fleet. Raises :class:`~etude.errors.ConfigError`."""
     nodes, ranks, gpus = fleet.trainer.nodes, config.parallel.ranks, engine_gpus(config)
     if ranks % nodes or ranks // nodes > machine.gpus:
         raise ConfigError(
@@ -88,7 +88,7 @@ def _check_memory(
         raise ConfigError(plan.engine.problem)
     for use in uses_there(config, plan, machine, fleet):
         if use.device == "cpu":
-            continue  # what a host has is not known
+            continue  # the memory of a host is unknown
         if words := use.compare(machine.memory_bytes):
             raise ConfigError(words)
     of_each = ", ".join(

@@ -1,8 +1,8 @@
-"""The name of one process of a run: its command, its number among several of that command, its region.
+"""The name of one process of a run: its command, its replica number, its region.
 
     serve   serve-1   gateway   rollouts-2   train   serve-1@eu
 
-Everything that a process has for itself goes by this name: lock, heartbeat, event file, log, endpoint, ledger leases.
+Everything that belongs to one process has this name: lock, heartbeat, event file, log, endpoint, ledger leases.
 """
 
 import re
@@ -14,12 +14,12 @@ FORM = re.compile(r"(?P<command>[a-z]+)(-(?P<replica>[1-9][0-9]{0,5}))?(@(?P<reg
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class ProcessName:
-    """A process's name, unique in its run. Raises ``ValueError`` for parts that no name can have."""
+    """A process's name, unique in its run. Raises ``ValueError`` for invalid parts."""
 
     command: str
     """The command of ``etude`` that it runs."""
     replica: int = 0
-    """Tells processes of one command apart: 0, 1, 2, …; a trainer's is its rank."""
+    """Number among processes of one command: 0, 1, 2, …; for a trainer, its rank."""
     region: str = ""
     """The region where it runs; empty for home."""
 
@@ -36,7 +36,7 @@ class ProcessName:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The name that is written so. Raises ``ValueError`` for anything else."""
+        """Parse a name. Raises ``ValueError`` for anything else."""
         form = FORM.fullmatch(text)
         if form is None:
             raise ValueError(f"{text!r} is not a valid process name: expected serve, serve-1 or serve-1@eu")

@@ -1,4 +1,4 @@
-"""Table from command to process of a run."""
+"""Entry points of a run's processes, by command."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from etude.run.ranks import ONE_NODE, Nodes, run_ranks
 from etude.run.resolve import Role, check_devices
 
 PREDECESSOR_S = 20.0
-"""Longest time that the last process of a name may take to clean up after its supervisor was killed: above
-:data:`etude.run.serving.STOP_S`, which ends it.
+"""Longest wait for the previous process of the same name to clean up after its supervisor was killed: longer than
+:data:`etude.run.serving.STOP_S`, which ends that process.
 """
 NICENESS = {"serve": 10, "production": 8, "train": 5}
-"""Computing gives way to the short work of gateway and rollouts where cores are scarce: an engine that computes while
-its callers wait for a core computes small, wasteful batches.
+"""Niceness by command. Compute processes yield to the short work of gateway and rollouts where cores are scarce: an
+engine that computes while its callers wait for a core gets small, wasteful batches.
 """
 
 DEVICES: Mapping[str, Role] = {
@@ -31,28 +31,28 @@ DEVICES: Mapping[str, Role] = {
     "serve": "engine",
     "production": "engine",
 }
-"""Command → the section whose device its process computes on."""
+"""Command → the recipe section whose device its process uses."""
 DATA_OF: Mapping[str, tuple[str, ...]] = {
-    "midtrain": ("tasks", "midtrain", "sft", "model"),  # SFT's file is checked before mid-training
+    "midtrain": ("tasks", "midtrain", "sft", "model"),  # the SFT file is checked before mid-training
     "sft": ("tasks", "midtrain", "sft", "model"),
     "rollouts": ("tasks",),
 }
-"""Command → the sections whose data its process reads."""
+"""Command → the recipe sections whose data its process reads."""
 
 
 def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -> None:
-    """Run one of a run's processes until it has done its work or gets a stop signal.
+    """Run one of a run's processes until its work is done or it gets a stop signal.
 
-    ``nodes`` are the machines of a trainer, or of a phase before. Raises :class:`~etude.errors.ConfigError` where this
-    machine has not the device that the run has.
+    ``nodes`` are the machines of the trainer or of an earlier phase. Raises :class:`~etude.errors.ConfigError` if this
+    machine lacks the run's device.
     """
     config, command = folder.config(), name.command
     if command in DEVICES:
         check_devices(config, (DEVICES[command],))
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, but for those that serve: all that counts is on disk
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # exit at once, as all state is on disk; servers replace this
     rank = os.environ.get("RANK")
-    die_with_parent(signal.SIGTERM if rank is None else signal.SIGKILL)  # a rank that is stopped must end, too
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine's ranks; the others wait for it
+    die_with_parent(signal.SIGTERM if rank is None else signal.SIGKILL)  # SIGKILL also ends a rank that is suspended
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # first of this machine's ranks; the others wait for it
     if command == "train" and is_first:
         from etude.run.checkpoint_copies import restore_checkpoint
 
@@ -74,9 +74,9 @@ def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -
 
 
 def _run_ranks(command: str, folder: RunFolder, environments: Sequence[Mapping[str, str]]) -> NoReturn:
-    """Run this node's ranks, which are processes of their own, to their end."""
+    """Run this node's ranks, each in its own process, until they end."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ[SUPERVISOR_VARIABLE] = str(os.getpid())  # whose children they are, and end with
+    os.environ[SUPERVISOR_VARIABLE] = str(os.getpid())  # the ranks' parent, with which they end
     raise SystemExit(run_ranks([sys.executable, "-m", "etude", command, "--run", str(folder.path)], environments))
 
 

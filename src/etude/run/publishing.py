@@ -3,7 +3,7 @@
     trainer     publish n ──▶ claim batch n + 1, forward, backward ──▶ release ──▶ optimiser step ──▶ land ──▶ publish …
     publisher       └────────▶ read, encode, upload, commit ─────────────────────────────────────────────┘
 
-What is published and how is the publisher's; when the trainer may go on is decided here.
+The publisher owns the content and the upload; this module decides when the trainer may continue.
 """
 
 import time
@@ -50,7 +50,7 @@ class WeightPublishing:
     def start(
         self, state: Mapping[str, Tensor], version: int, before_commit: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin to publish ``state`` as ``version``; its tensors must not change before :meth:`release`.
+        """Start to publish ``state`` as ``version``; its tensors must not change before :meth:`release`.
 
         The version becomes visible when ``before_commit``, which is called on another thread, has returned.
         """
@@ -64,7 +64,7 @@ class WeightPublishing:
         self._publication.record.add_done_callback(self._note_end)
 
     def release(self) -> None:
-        """Wait until the published tensors may change; that is usually long true."""
+        """Wait until the published tensors may change; usually there is no wait."""
         if self._publication is not None:
             self._blocked_s += self._publication.wait_read()
 
@@ -74,9 +74,9 @@ class WeightPublishing:
         return self._publication is None or self._publication.done
 
     def land(self, meanwhile: Callable[[], None] = lambda: None) -> int | None:
-        """Wait until the version under way is visible and return it; ``None`` when none is.
+        """Wait until the version in progress is visible and return it; ``None`` if there is none.
 
-        That takes as long as the store is away; ``meanwhile`` is called now and then.
+        Waits while the store is unavailable; ``meanwhile`` is called at intervals.
         """
         if self._publication is None:
             return None
@@ -85,7 +85,7 @@ class WeightPublishing:
             meanwhile()
         record = self._publication.result()
         self._blocked_s += time.perf_counter() - waiting_s
-        ended_s = self._ended_s or time.perf_counter()  # who waits may be woken before the end was noted
+        ended_s = self._ended_s or time.perf_counter()  # a waiter may wake before the end is recorded
         self._publication = None
         self._events.write(
             WeightsPublished(

@@ -1,11 +1,11 @@
-"""The ranks of a trainer, or of a phase before it, on one machine: which they are, how they begin and end as one.
+"""The ranks of a trainer, or of a phase before it, on one machine: their environments, and their common start and end.
 
     etude train ──one rank here──▶ goes on as that rank
                 └──several──▶ rank, rank, … ──the first that fails──▶ the others are killed, its status is the node's
 
-As torchrun has it, by the same environment variables, for machines that are given: the ranks meet at the first of them,
-and who starts a group again is its supervisor. So nothing imports torch, or waits for others, before the ranks do,
-while a run waits for its trainer.
+This works like torchrun, with the same environment variables, for fixed machines: the first one hosts the rendezvous,
+and the supervisor restarts a group. Unlike with torchrun, only the ranks import torch and wait for others, which
+shortens the trainer's start.
 """
 
 import os
@@ -18,23 +18,23 @@ from dataclasses import dataclass
 from etude.errors import ConfigError
 
 POLL_S = 0.05
-"""Interval at which ranks are looked at."""
+"""Interval at which ranks are checked."""
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """The machines of one trainer, and which of them this one is; torchrun's own words."""
+    """The machines of one trainer and the number of this one, with torchrun's field names."""
 
     nnodes: int = 1
     node_rank: int = 0
     rdzv_endpoint: str = ""
-    """``HOST:PORT`` of the first node, where the ranks meet; on one node any port that is free."""
+    """``HOST:PORT`` of the first node, the rendezvous of the ranks; on one node, any free port."""
 
     def environments(self, ranks: int) -> list[dict[str, str]]:
         """The environment of each of this node's share of ``ranks``.
 
-        Raises :class:`~etude.errors.ConfigError` for ranks that cannot be divided, and for nodes that cannot meet.
+        Raises :class:`~etude.errors.ConfigError` for ranks that cannot be divided, and for nodes without a rendezvous.
         """
         if ranks % self.nnodes:
             raise ConfigError(
@@ -67,7 +67,7 @@ ONE_NODE = Nodes()
 
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-    """Run ``command`` in each environment until all have ended, or one has failed; then the others are killed.
+    """Run ``command`` in each environment until all have ended or one has failed, which kills the others.
 
     Returns the status of the first that failed, or 0; one that was killed by a signal counts as 1.
     """

@@ -1,10 +1,10 @@
-"""The stores of a fleet's regions, as the processes of a run use them: weights, and who listens where.
+"""The stores of a fleet's regions, as used by the processes of a run: weights and endpoints.
 
     REGION'S STORE/weights/       the region's copy of the weight log: a relay's, or the run's own at home
     REGION'S STORE/processes/     the URLs of the region's processes (:mod:`etude.run.directory`)
 
-A process in a region reads its weights from there and from nowhere else, so that versions cross a long distance once,
-and the region works on while it is cut off. Without a fleet everything is at home.
+A process in a region only reads its weights from there, so that versions cross a long distance once and the region
+continues while it is cut off. Without a fleet everything is at home.
 """
 
 import os
@@ -41,8 +41,8 @@ def open_region_log(folder: RunFolder, region: str, outages: StoreOutages) -> We
 
 
 def open_directory(folder: RunFolder, region: str, outages: StoreOutages | None = None) -> Directory:
-    """Open the directory of a region's processes: to read it or, with ``outages``, to announce one, for which a store
-    that is away is waited for.
+    """Open the directory of a region's processes: to read it or, with ``outages``, to announce a process, which waits
+    while the store is unavailable.
     """
     url, key = f"{region_store(folder, region)}/{PROCESSES}", folder.key(KeyRole.DIRECTORY)
     if outages is None:

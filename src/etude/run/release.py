@@ -1,15 +1,14 @@
-"""The release process: facts about versions and users in, routing tables out.
+"""The release process: turns facts about versions and users into routing tables.
 
     ledger: releases, requests, sessions by arm ─┐                       ┌─▶ ledger: moves with evidence, trainer.load
     weight log: versions ────────────────────────┼──▶ ReleaseController ─┤
     evaluations, in a process of their own ──────┘                       └─▶ routing table ──▶ gateway, engines
 
-    consumes: all on the left, by polling      waits for: nothing; a gate is measured beside
-    produces: moves, tables                    on shutdown: cancelled between two looks; a measurement is ended
+    consumes: all on the left, by polling      waits for: nothing; a gate runs in the background
+    produces: moves, tables                    on shutdown: cancelled between two polls; a measurement is ended
 
 Moves are recorded first; the table follows from the record and is written if it differs from the one in the store. So
-the process may die at any point: its successor finds in the ledger what was decided, and in the store whether it was
-done.
+the process may die at any point: its successor finds the decisions in the ledger and their effects in the store.
 """
 
 import asyncio
@@ -53,10 +52,12 @@ from etude.run.weight_log import open_log
 from etude.weights.log import WeightLog
 
 POLL_S = 0.2
-"""Pause between two looks; it is part of the time that a rollback takes to reach users."""
+"""Pause between two polls; it is part of the time that a rollback takes to reach users."""
 
 Measure: TypeAlias = Callable[[Release, Release | None], Coroutine[None, None, GateFacts]]
-"""Measures a candidate, beside the release that users have; raises :class:`~etude.errors.UserError` if it cannot."""
+"""Measures a candidate, compared with the release that users have; raises :class:`~etude.errors.UserError` if it
+cannot.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
 
 @final
 class ReleaseProcess:
-    """Gathers facts, asks the controller and acts; each :meth:`look` makes one decision at most."""
+    """Gathers facts, queries the controller and acts; each :meth:`look` makes at most one decision."""
 
     def __init__(
         self, folder: RunFolder, store: ReleaseStore, log: WeightLog, metrics: ArmMetrics, measure: Measure
@@ -105,7 +106,7 @@ class ReleaseProcess:
         self._shadow_calls: dict[str, ShadowCall] = {}
 
     async def look(self) -> None:
-        """Decide what can be decided now, and bring the routing table up to date."""
+        """Make the next decision, if any, and update the routing table."""
         releases = self._store.releases()
         await asyncio.to_thread(self._route, releases)
         rollback = self._requests(releases)
@@ -126,7 +127,9 @@ class ReleaseProcess:
             await asyncio.gather(task, return_exceptions=True)
 
     def _route(self, releases: tuple[Release, ...]) -> None:
-        """Write the table that follows from the releases, unless it is there; a newer one of another writer wins."""
+        """Write the table that follows from the releases, unless it is stored already; a newer table of another writer
+        wins.
+        """
         self._table = self._tables.after(self._table) or self._table
         table = routing_table(releases, self._config.canary_shares, self._table)
         if table is None or table is self._table:
@@ -138,7 +141,7 @@ class ReleaseProcess:
             self._table = self._tables.newest()
 
     def _requests(self, releases: tuple[Release, ...]) -> ReleaseRequest | None:
-        """Answer people's requests, but for a rollback, which the controller decides: that one is returned."""
+        """Answer users' requests except a rollback, which is returned for the controller to decide."""
         due = release_to_take_back(releases)
         for request in self._store.requests(is_open=True):
             match request.kind:

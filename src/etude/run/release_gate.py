@@ -1,10 +1,10 @@
-"""The measurements of the release gate: evaluations in a process of their own, intervals from what they left.
+"""The measurements of the release gate: evaluations in a separate process, and intervals from their results.
 
     python -m etude.run.release_gate RUN VERSION [SUITE] ──▶ evaluations/vNNNNNN-….db ──▶ paired intervals ──▶ GateFacts
 
-An evaluation serves its version from an engine and a gateway of its own (:mod:`etude.run.evaluate`), so users never
-wait for it. What was tried is kept: the released version is tried once, and a gate that was interrupted goes on. Tries
-that are missing are made again with every attempt; those that stay so are counted and in no interval.
+An evaluation serves its version from its own engine and gateway (:mod:`etude.run.evaluate`), so users never wait for
+it. Tries are stored: the released version is tried once, and an interrupted gate continues. Every attempt retries
+missing tries; those that stay missing are counted and excluded from the intervals.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from etude.run.folder import RunFolder
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 
 ATTEMPTS = 3
-"""Times that an evaluation is made which does not come to its end."""
+"""Maximum attempts for an evaluation that does not finish."""
 PARITY = "parity"
-"""The fact of an evaluation's ledger that engine and trainer computed the same numbers, or not: 1 or 0."""
+"""The ledger fact of an evaluation that is 1 if engine and trainer computed the same numbers, else 0."""
 MODULE = "etude.run.release_gate"
 NO_SUITE = ""
 ERROR_PREFIX = "etude: "
-"""Beginning of the line in which an evaluation's process says why it failed."""
+"""Prefix of the line with which an evaluation's process reports its failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,30 +53,32 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """The evaluation, in evidence."""
+        """Name of the evaluation in the evidence."""
         return f"suite {self.suite.name}" if self.suite else "held-out tasks"
 
     def request(self, config: ReleaseConfig) -> EvalRequest:
-        """The evaluation, as it is asked for."""
+        """The request for this evaluation."""
         return request_of(config, self.release.version, self.suite)
 
     def place(self, folder: RunFolder, config: ReleaseConfig) -> Path:
-        """Its ledger: of these weights, this suite, and a reward of this make."""
+        """Its ledger, which depends on the weights, the suite and the reward's definition."""
         return place_of_tries(folder, self.request(config), self.release.version, self.release.digest)
 
 
 @final
 @dataclass(slots=True)
 class GateMeasurements:
-    """The evaluations of a run's gates: one at a time, each in a process that is ended when it takes too long."""
+    """The evaluations of a run's gates: one at a time, each in a process that is killed if it takes too long."""
 
     folder: RunFolder
     config: ReleaseConfig
     _done: set[Path] = field(default_factory=set)
-    """Ledgers of evaluations that came to their end, without a missing try then."""
+    """Ledgers of finished evaluations without missing tries."""
 
     async def measure(self, candidate: Release, live: Release | None) -> GateFacts:
-        """Make what is missing, and compare. Raises :class:`~etude.errors.UserError` for what cannot be measured."""
+        """Make the missing evaluations and compare. Raises :class:`~etude.errors.UserError` if something cannot be
+        measured.
+        """
         releases = (candidate,) if live is None else (candidate, live)
         measured = {
             (release, suite): await self._measured(Measurement(release=release, suite=suite))
@@ -86,7 +88,7 @@ class GateMeasurements:
         return await asyncio.to_thread(self._facts, measured, candidate, live)
 
     async def _measured(self, measurement: Measurement) -> "_GateTries":
-        """The tries of an evaluation, which is made unless it is done; again, where it fails or tries are missing."""
+        """Make an evaluation unless it is done, and retry it if it fails or tries are missing; returns its tries."""
         place, log = measurement.place(self.folder, self.config), self.folder.logs / "release-gate.log"
         if place in self._done:
             return await asyncio.to_thread(self._read, measurement, place)
@@ -106,10 +108,10 @@ class GateMeasurements:
         return tries
 
     async def _attempt(self, measurement: Measurement, log: Path) -> str:
-        """Make an evaluation in a process of its own; returns why it did not come to its end in time, if so."""
+        """Make an evaluation in a separate process; returns the reason if it did not finish in time."""
         suite = measurement.suite.name if measurement.suite else NO_SUITE
         program = (sys.executable, "-m", MODULE, str(self.folder.path), str(measurement.release.version), suite)
-        # It is our own child, not the supervisor's.
+        # The child belongs to this process, not to the supervisor.
         environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
         with log.open("ab") as out:
             began = out.tell()
@@ -124,7 +126,7 @@ class GateMeasurements:
         return "" if status == 0 else _last_line(log, began)
 
     def _read(self, measurement: Measurement, place: Path) -> "_GateTries":
-        """All sampled tries so far, pass by pass, and those that its ledger lacks."""
+        """All sampled tries so far, pass by pass, and the missing ones."""
         release, request = measurement.release, measurement.request(self.config)
         passes = read_evaluation(self.folder, request, release.version, release.digest).tries["sampled"]
         made, planned = [one for each in passes for one in each if one is not None], sum(map(len, passes))
@@ -172,22 +174,22 @@ class _GateTries:
 
     made: Sequence[Try] = ()
     missing: MissingTries | None = None
-    """``None``: none is."""
+    """``None`` if none are missing."""
 
     @property
     def is_whole(self) -> bool:
-        """True if there are some, and all that were to be made."""
+        """True if there are tries and none are missing."""
         return bool(self.made) and self.missing is None
 
 
 def request_of(config: ReleaseConfig, version: int, suite: SuiteConfig | None) -> EvalRequest:
-    """The evaluation that a gate makes of a version."""
+    """The evaluation of a version for a gate."""
     tasks = config.tasks if suite is None else suite.count
     return EvalRequest(version=version, tasks=tasks, passes=config.passes, greedy=False, suite=suite)
 
 
 def _last_line(log: Path, began: int) -> str:
-    """The last line that a process wrote behind a place in a log: of one that failed, why."""
+    """The last line that a process wrote to a log after position ``began``; for a failed process, the reason."""
     with log.open("rb") as file:
         file.seek(began)
         lines = file.read().decode(errors="replace").split("\n")
@@ -197,9 +199,9 @@ def _last_line(log: Path, began: int) -> str:
 
 
 def paired(before: Sequence[Try], after: Sequence[Try], value: Callable[[Try], float], times: float = 1.0) -> Interval:
-    """The mean over tasks of ``after`` less ``times`` what ``before`` had, over the tasks that both have tries of.
+    """The mean over tasks of ``after`` − ``times`` · ``before``, over the tasks that both have tries of.
 
-    Raises :class:`~etude.errors.UserError` where they have none in common.
+    Raises :class:`~etude.errors.UserError` if they have no task in common.
     """
     old, new = _by_task(before, value), _by_task(after, value)
     common = [task for task in new if task in old]
@@ -246,7 +248,7 @@ def _parity(folder: RunFolder, release: Release) -> bool | None:
 
 
 async def _end(child: asyncio.subprocess.Process) -> None:
-    """End an evaluation that still runs; its own processes end with it."""
+    """End a running evaluation; its child processes end with it."""
     if child.returncode is None:
         child.terminate()
         try:
@@ -258,8 +260,8 @@ async def _end(child: asyncio.subprocess.Process) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make one evaluation; of the run's own tasks, compare engine and trainer as well."""
-    die_with_parent()  # or the next release process would measure beside it
+    """Make one evaluation; for the run's own tasks, also compare engine and trainer."""
+    die_with_parent()  # otherwise it would run alongside the next release process's evaluation
     path, version, suite_name = arguments
     folder = RunFolder.open(Path(path))
     config = folder.config()
@@ -277,7 +279,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compared(folder: RunFolder, version: int) -> str:
-    """``1`` where engine and trainer agree on a version, ``0`` where not, nothing where it cannot be compared."""
+    """``1`` if engine and trainer agree on a version, ``0`` if not, empty if they cannot be compared."""
     from etude.run.numerics import frozen_base
     from etude.run.parity import LONGEST, check_parity
     from etude.run.weight_log import open_log

@@ -1,8 +1,8 @@
-"""Scoring again what an engine sampled, under the stored weights of the version that sampled it: one rollout's tokens.
+"""Scoring of one rollout's tokens again, under the stored weights of the version that sampled them.
 
-The trainer does so with a share of every batch (:mod:`etude.trainer.mismatch`), while it has the weights at hand. Here
-they come out of the weight store, long after. Owns that and how scores find back to their turns; what makes a token
-comparable is the trainer's rule. Computes on the trainer's device, as the trainer does.
+The trainer scores a share of every batch (:mod:`etude.trainer.mismatch`) while it has the weights in memory. Here the
+weights are loaded from the weight store, much later. This module owns the loading and the assignment of scores to
+turns; the trainer's rule decides which tokens are comparable. It computes on the trainer's device, as the trainer does.
 
 Shape legend: L tokens of a trajectory, C sampled tokens of a turn, N compared tokens.
 """
@@ -29,9 +29,9 @@ from etude.weights.tensors import to_tensors
 
 
 class Rescoring:
-    """The differences of one rollout after the other; weights of a version are loaded when they are needed.
+    """Computes the differences of rollouts one at a time; weights of a version are loaded on demand.
 
-    Raises :class:`~etude.errors.ConfigError` where this machine cannot compute as the run's trainer did.
+    Raises :class:`~etude.errors.ConfigError` if this machine cannot compute like the run's trainer.
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
@@ -46,7 +46,7 @@ class Rescoring:
         self._missing: dict[int, str] = {}
 
     def differences(self, rollout: Rollout) -> tuple[list[Floats], list[str]]:
-        """For each turn [C] log π_trainer − log π_engine, NaN where it cannot be said; and why it cannot.
+        """For each turn [C] log π_trainer − log π_engine, NaN where unknown; and the reasons.
 
         Payloads of turns must have been fetched.
         """
@@ -65,7 +65,7 @@ class Rescoring:
         return turns, self._reasons(rollout)
 
     def _load(self, version: int) -> bool:
-        """Return whether the model has the weights of ``version`` now."""
+        """Load the weights of ``version``; false if that is impossible."""
         if version == self._loaded or version in self._missing:
             return version == self._loaded
         try:
@@ -88,7 +88,7 @@ class Rescoring:
         differences_L[tokens.places_N.cpu().numpy()] = differences_N.cpu().numpy()
 
     def _reasons(self, rollout: Rollout) -> list[str]:
-        """Causes for which tokens have no mismatch, each once."""
+        """Distinct reasons why tokens have no mismatch."""
         versions = [{int(version) for version in turn.versions} for turn in rollout.turns]
         gone = sorted({version for several in versions for version in several} & self._missing.keys())
         reasons = [f"no mismatch for tokens of v{version}: {self._missing[version]}" for version in gone]

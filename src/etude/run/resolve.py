@@ -1,8 +1,8 @@
-"""Resolution of ``auto`` settings, once, when a run's folder is made: its ``run.toml`` has the results.
+"""Resolution of ``auto`` settings, once, when a run folder is created: its ``run.toml`` has the results.
 
-Engine, gateway and trainer must agree on the arithmetic and on whether routes travel, wherever each of them runs. The
-devices that a recipe names decide; only where it says ``auto`` does the machine that starts the run. Knows no model and
-loads torch only to look at a GPU.
+Engine, gateway and trainer must agree on the arithmetic and on the transfer of routes, wherever they run. The devices
+in the recipe determine both; for ``auto``, the machine that starts the run does. This module knows no model and imports
+torch only to detect a GPU.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 
 GPU_FILES = ("nvidia*", "kfd", "dxg")
-"""Files of drivers in ``/dev``: a machine without any has no GPU that torch could find."""
+"""Driver files in ``/dev``: a machine without any has no GPU that torch could find."""
 MACHINE_PATHS = (
     *("tasks.options.python", "sandboxes.images", "engine.options.python"),
     *("engine.tls_cert", "engine.tls_key", "gateway.tls_cert", "gateway.tls_key", "gateway.keys"),
 )
-"""Keys that name a file or a folder of a machine's own, beside ``harness.options.mounts``; those of data are
-:mod:`etude.config.data_paths`'s.
+"""Keys with a file or folder of each machine, in addition to ``harness.options.mounts``; keys with data are in
+:mod:`etude.config.data_paths`.
 """
 Role: TypeAlias = Literal["trainer", "engine"]
 """A section that names a device."""
@@ -36,13 +36,13 @@ def resolve_device(name: str) -> str:
         return name
     if not any(file for pattern in GPU_FILES for file in Path("/dev").glob(pattern)):
         return "cpu"
-    import torch  # much of a small process's memory: only where there is something to look at
+    import torch  # much of a small process's memory: only if there may be a GPU
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_devices(config: RunConfig, roles: Sequence[Role] = ("trainer", "engine")) -> None:
-    """Raise :class:`~etude.errors.ConfigError` for a device of ``roles`` that this machine does not have."""
+    """Raise :class:`~etude.errors.ConfigError` if this machine lacks a device of ``roles``."""
     devices = {"trainer": config.trainer.device, "engine": config.engine.device}
     for role in roles:
         if devices[role] == "cuda" and resolve_device("auto") != "cuda":
@@ -56,7 +56,7 @@ def check_devices(config: RunConfig, roles: Sequence[Role] = ("trainer", "engine
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Resolve device, arithmetic, type, router replay and recomputing of a configuration; named values stay.
+    """Resolve device, arithmetic, type, router replay and recomputation of a configuration; explicit values stay.
 
     Raises :class:`~etude.errors.ConfigError` for a combination that would have no effect.
     """
@@ -64,12 +64,12 @@ def resolve(config: RunConfig) -> RunConfig:
     everywhere = "cpu" if engine == trainer == "cpu" and config.engine.kind == "native" else "cuda"
     if config.parallel.ranks > 1:
         if config.numerics.arithmetic == "invariant":
-            # Its kernels see numpy's view of a parameter, whose memory torch then refuses to free after a layer.
+            # The invariant kernels use a numpy view of a parameter, so torch cannot free its memory after a layer.
             raise ConfigError(
                 f"numerics.arithmetic = 'invariant' is for one trainer process, dp * cp = {config.parallel.ranks}: "
                 f"set 'fast', or leave it out"
             )
-        everywhere = "cuda"  # several ranks compute with torch's kernels, as on a GPU
+        everywhere = "cuda"  # several ranks use torch's kernels, as on a GPU
     if trainer == "cpu" and config.optimiser.state == "offload":
         raise ConfigError(
             "optimiser.state = 'offload' has no effect with a trainer on a CPU, where moments are in the host's memory "
@@ -121,7 +121,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def machine_paths(config: RunConfig) -> list[tuple[str, str]]:
-    """Key and path of the files and folders that a recipe names and each machine has for itself."""
+    """Key and path of a recipe's files and folders that each machine has locally."""
     tree = config.model_dump(mode="json")
     named = [(key, str(reduce(getitem, key.split(".")[:-1], tree).get(key.rpartition(".")[2]) or ""))
              for key in MACHINE_PATHS]  # fmt: skip
@@ -130,7 +130,7 @@ def machine_paths(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _absolute(path: str) -> str:
-    """Path from the root, links left as they are; empty where there is none."""
+    """The absolute path, without resolving links; empty for an empty path."""
     return str(Path(path).absolute()) if path else ""
 
 
@@ -140,18 +140,18 @@ def is_invariant(config: NumericsConfig, device: str) -> bool:
 
 
 def resolve_recomputing(config: RunConfig) -> bool:
-    """Resolve the recomputing of activations: above one rank, where models are large, or as the recipe says."""
+    """Resolve the recomputation of activations: on with several ranks, where models are large, or as in the recipe."""
     chosen = config.trainer.checkpoint_activations
     return config.parallel.ranks > 1 if chosen == "auto" else chosen
 
 
 def resolve_dtype(config: NumericsConfig, device: str) -> Literal["float32", "bfloat16"]:
-    """The type of published weights: what GPUs multiply fast, where all of a run are GPUs."""
+    """The type of published weights: the fast type of GPUs, if all devices of the run are GPUs."""
     return "bfloat16" if config.dtype == "auto" and device == "cuda" else config.stored_dtype
 
 
 def resolve_replay(config: NumericsConfig, device: str) -> Literal["off", "completion", "full"]:
-    """Resolve router replay. Raises :class:`~etude.errors.ConfigError` where it could have no effect."""
+    """Resolve router replay. Raises :class:`~etude.errors.ConfigError` if it could have no effect."""
     invariant = is_invariant(config, device)
     if config.replay == "auto":
         return "off" if invariant else "completion"

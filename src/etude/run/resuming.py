@@ -1,7 +1,7 @@
-"""Changes of a recipe while its run is down, and the end of a run: what ``etude run --resume`` decides first.
+"""Changes of a recipe while its run is stopped, and the end of a run: the first decisions of ``etude run --resume``.
 
-Owns the table of keys that may change. A run is one experiment: what its rollouts, rewards and steps mean must be the
-same from its first step to its last; how long it is, and what it may take of a machine, need not.
+This module owns the table of changeable keys. A run is one experiment: the meaning of its rollouts, rewards and steps
+must stay the same from first to last step; its length and its use of a machine may change.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,12 +38,12 @@ CHANGEABLE = frozenset(
         *("sandboxes.pool_size", "sandboxes.options.workers", "numerics.warn_k3", "numerics.stop_k3"),
     }
 )
-"""Keys that may change while a run is down: its length, what it may take of a machine, for how long it waits."""
+"""Keys that may change while a run is stopped: its length, its use of a machine, its timeouts."""
 BITS = frozenset(
     {f"trainer.{key}" for key in ("steps", "microbatch_tokens", "checkpoint_activations", "threads", "device")}
 )
-"""Keys among them on which the bits of a step depend: they may not change while steps have to be repeated."""
-# optimiser.state beside them: fp32 and offload are the same bits in another place.
+"""Changeable keys that affect the bits of a step: they may not change while steps must be repeated."""
+# Not optimiser.state: fp32 and offload have the same bits in another place.
 REASONS: Mapping[str, str] = MappingProxyType(
     {
         "model": "the run's weights began with it",
@@ -59,7 +59,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "optimiser": "its moments were kept by it",
     }
 )
-"""Section → the reason why its other keys stay as they are."""
+"""Section → the reason why its other keys cannot change."""
 ONE_ALGORITHM = "what a run has learnt would be due to two different ones"
 """The reason for every other key."""
 

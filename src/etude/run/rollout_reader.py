@@ -1,11 +1,11 @@
-"""Reader of rollouts for people: `etude show`, the page and exports see what it gives.
+"""Reads rollouts for people: `etude show`, the page and exports use it.
 
-    ledger ──▶ a group ──▶ its words, and the batch that it alone would make ──▶ ReadRollout ──▶ text or JSON
+    ledger ──▶ a group ──▶ its texts, and the batch that it alone would make ──▶ ReadRollout ──▶ text or JSON
 
-Advantages, masks and weights are not explained a second time here: the group goes through the very functions that make
-the trainer's batches, and what they gave each turn is read off. Owns that composition. The nouns are
-:mod:`etude.dashboard.rollouts`', the search :mod:`etude.ledger.archive`'s. Reads only, also while the run goes
-on.
+Advantages, masks and weights are not computed a second time here: the group passes through the same functions that make
+the trainer's batches, and their results are read for each turn. This module owns that composition;
+:mod:`etude.dashboard.rollouts` defines the types, :mod:`etude.ledger.archive` the search. Read-only, and safe while the
+run is in progress.
 """
 
 import json
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from etude.run.rescoring import Rescoring
 
 MOST_ATTEMPTS = 100_000
-"""Rollouts of one group: more than any has."""
+"""Upper limit for the rollouts of one group: more than any group has."""
 PAYLOADS_GONE = (
     "their routes and sampling masks are gone, as they are once a step is committed; their mismatch is that of the "
     "trainer's own routes, over the whole vocabulary"
@@ -65,11 +65,11 @@ PAYLOADS_GONE = (
 
 
 ANY_TOOL = Tool(name="any")
-"""Stands for the tools that a harness offered, which no record names: with it, a chat format looks for calls."""
+"""Placeholder for the tools that a harness offered, which are not recorded: with it, a chat format parses calls."""
 
 
 class RunWords:
-    """A run's chat format and recipe: what its token ids say. Made once, it serves readers in any thread."""
+    """A run's chat format and recipe, which turn token ids into text. One instance serves readers in any thread."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.config = folder.config()
@@ -79,7 +79,7 @@ class RunWords:
         self.read_turns = turn_reader(self.chat)
 
     def reply(self, turn: Turn) -> ChatMessage:
-        """The reply of a turn, with reasoning and calls apart as far as the chat format marks them."""
+        """The reply of a turn, with reasoning and calls separated as far as the chat format marks them."""
         reader = self.chat.reader([ANY_TOOL], prompt_ids=turn.prompt_ids)
         reader.feed(turn.completion_ids.tolist())
         reader.finish()
@@ -89,8 +89,8 @@ class RunWords:
 class RolloutReader:
     """Reads the rollouts of one run.
 
-    ``tokens`` asks for every sampled token, ``mismatches`` for their mismatch, too, which takes a forward pass of the
-    model for each weight version.
+    ``tokens`` includes every sampled token, ``mismatches`` also their mismatch, which takes a forward pass of the model
+    for each weight version.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RolloutReader:
         self._rescoring = _rescoring(folder, self._config) if mismatches else None
 
     def rollout(self, rollout_id: str) -> ReadRollout:
-        """A rollout by its id, or by a beginning of it. Raises :class:`~etude.errors.UserError`."""
+        """A rollout by its id or a prefix of it. Raises :class:`~etude.errors.UserError`."""
         match, rollout = self._archive.rollout(rollout_id)
         return self._read(match, rollout, self._credit(match.purpose, match.group))
 
@@ -129,7 +129,7 @@ class RolloutReader:
 
     def _credit(self, purpose: str, index: int) -> "_CreditView":
         try:
-            state = self._archive.state_of(purpose, index)  # before its rollouts: it may end in between
+            state = self._archive.state_of(purpose, index)  # read before the rollouts: it may end in between
             group = self._archive.group(purpose, index)
         except ValueError as error:
             states = ", ".join(census.purpose for census in self._archive.census())
@@ -137,7 +137,7 @@ class RolloutReader:
         return _credit_of(group, purpose, state, self._step_tokens(purpose, index), self._config)
 
     def _step_tokens(self, purpose: str, index: int) -> int | None:
-        """The loss tokens of the optimiser step that a group went into, once that is done."""
+        """The loss tokens of the optimiser step that used a group; ``None`` until that is done."""
         step = self._archive.step_of(purpose, index)
         events = (logged.event for logged in EventReader(self._folder.events, str(TRAINER)).new() if step is not None)
         done = {event.step: int(event.metrics["loss_tokens"]) for event in events if isinstance(event, StepDone)}
@@ -220,12 +220,12 @@ class RolloutReader:
             )
 
     def _distilled(self, rollout: Rollout, credit: "_CreditView") -> Iterator[str]:
-        """Notes on what hints add, signal or not."""
+        """Notes on the distillation from hints, with or without a reward signal."""
         if rollout.hints and rollout.rollout_id in credit.comparisons:
             yield f"the loss of hinted turns, by hints.weight = {self._config.hints.weight:g}, comes on top"
 
     def _fetched(self, rollout: Rollout) -> tuple[Rollout, list[str]]:
-        """The rollout with its routes and sampling masks, as far as they are still there."""
+        """The rollout with its routes and sampling masks, as far as they still exist."""
         if all(turn.payload is None for turn in rollout.turns):
             return rollout, []
         try:
@@ -238,7 +238,7 @@ class RolloutReader:
     def _tokens(self, turn: Turn, weights: "_TurnWeights | None", differences_C: Floats | None) -> Iterator[ReadToken]:
         """Every sampled token of a turn."""
         sizes_C = None if turn.sampling_mask is None else turn.sampling_mask.sizes.tolist()
-        first = len(turn.prompt_ids) - 1  # the row that the first sampled token was drawn from
+        first = len(turn.prompt_ids) - 1  # the row from which the first token was sampled
         for index, token_id in enumerate(turn.completion_ids.tolist()):
             row = None if turn.routes is None or first + index < 0 else turn.routes[first + index]
             difference = np.nan if differences_C is None else float(differences_C[index])
@@ -264,22 +264,22 @@ class _TurnWeights(NamedTuple):
 
     @property
     def first(self) -> float:
-        """The advantage of all of them; 0 of a turn without tokens."""
+        """The advantage of the turn's tokens; 0 for a turn without tokens."""
         return float(self.advantages_C[0]) if len(self.advantages_C) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CreditView:
-    """Credit that the trainer gives to a group."""
+    """The credit that the trainer assigns in a group."""
 
     group: Group
     state: GroupState
     is_known: bool
-    """True if anything is, or will be, trained on it."""
+    """True if the trainer uses, or will use, the group."""
     comparisons: Mapping[str, ReadComparison]
     """By rollout."""
     trajectories: Mapping[str, Sequence[Trajectory]]
-    """By rollout, as the batch has them."""
+    """By rollout, as in the batch."""
     notes: tuple[str, ...]
 
 
@@ -301,7 +301,7 @@ def _credit_of(
     penalties = {rollout.rollout_id: penalty(rollout, config.effort) for rollout in trained}
     try:
         batch = build_batch(1, [group], baseline, penalties, config.credit, LiveComparison(baseline="none"))
-    except ValueError as error:  # it was recorded under another recipe
+    except ValueError as error:  # recorded under another recipe
         return _unknown_credit(group, state, f"advantages cannot be said: {error}")
     trajectories: dict[str, list[Trajectory]] = {}
     for trajectory in batch.trajectories:
@@ -331,7 +331,7 @@ def _unknown_credit(group: Group, state: GroupState, note: str) -> _CreditView:
 
 
 def _why_untrained(purpose: str, state: GroupState, trained: Sequence[Rollout]) -> str:
-    """Explain why no gradient comes from a group; empty where one does, or will."""
+    """Explain why a group has no gradient; empty if it has, or will have, one."""
     if purpose not in (TRAIN, LIVE):
         return "of an evaluation"
     if state is GroupState.DROPPED:
@@ -340,7 +340,7 @@ def _why_untrained(purpose: str, state: GroupState, trained: Sequence[Rollout]) 
 
 
 def _provisos(trained: int, state: GroupState, config: RunConfig, *, is_live: bool) -> Iterator[str]:
-    """Notes on what advantages and loss tokens do not say."""
+    """Notes on facts that advantages and loss tokens do not show."""
     loss = config.loss
     if is_live and config.live.baseline != "none":
         yield f"advantages are without live.baseline = {config.live.baseline!r}, which takes the sessions of its step"
@@ -373,7 +373,7 @@ def _credited(turn: Turn, place: Place | None, trajectories: Sequence[Trajectory
 
 
 def _calls(turn: Turn, reply: ChatMessage, words: SpokenTurn, changes: FileChanges) -> Iterator[ReadCall]:
-    """The calls of a turn, as its chat format marks them or, where it marks none, as its text spells them."""
+    """The calls of a turn, as marked by its chat format or, without marks, as parsed from its text."""
     if turn.kind is TurnKind.SUMMARY:
         return
     spelt = read_calls(reply.content) if not reply.tool_calls else []
@@ -383,7 +383,7 @@ def _calls(turn: Turn, reply: ChatMessage, words: SpokenTurn, changes: FileChang
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """Arguments by name, each as text; one without a name where they are no object."""
+    """Arguments by name, each as text; a single one without a name if they are not an object."""
     try:
         fields = json.loads(text)
         return {str(name): value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
@@ -416,7 +416,9 @@ def _summary(number: int, turns: Sequence[Turn], spoken: Sequence[SpokenTurn], t
 
 
 def _has_fact(fact: str, heard: Sequence[str], summary: str) -> bool | None:
-    """Return whether a summary has a fact, by the harness's own count; ``None`` where it had not been shown."""
+    """Return whether a summary has a fact, by the harness's own check; ``None`` if the fact had not
+    been shown before.
+    """
     recall = Recall([fact])
     for text in heard:
         recall.show(text)
@@ -425,7 +427,7 @@ def _has_fact(fact: str, heard: Sequence[str], summary: str) -> bool | None:
 
 
 def _parts(recorded: Mapping[str, float], config: RunConfig) -> tuple[ReadPart, ...]:
-    """The recorded numbers, those that a recipe adds up first."""
+    """The recorded numbers; those that the recipe adds up come first."""
     worth = {part.name: part.contribution(recorded[part.name]) for part in config.reward.parts if part.name in recorded}
     sources = {part.name: part.source for part in config.reward.parts}
     parts = [

@@ -2,7 +2,7 @@
 
     eval before ──▶ rollouts for every step, an eval of a few tasks now and then ──▶ trainer has finished ──▶ eval after
 
-Each part remembers in the ledger how far it got, so a restarted process goes straight to where its predecessor died.
+Each part records its progress in the ledger, so a restarted process continues where its predecessor died.
 """
 
 import asyncio
@@ -76,31 +76,32 @@ from etude.tokens.jinja import load_format
 from etude.types import AnswerChecks, FunctionChecks, Group, NamedChecks, Split, Task
 
 POLL_S = 0.05
-"""Interval of requests for the served weight version."""
+"""Interval at which gateways are polled for the served weight version."""
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-"""For one such question."""
+"""Timeout of one such request."""
 CONFINEMENT = (Capability.CONFINED, Capability.NETWORK_OFF)
 """Capabilities without which the model's programs could read the run folder and reach the gateway."""
 OUR_HARNESS = ".venv-harness"
-"""Environment of mini-swe-agent, which the repository's Makefile makes."""
+"""Virtual environment of mini-swe-agent, created by the repository's Makefile."""
 HARNESS_FOLDER = "/harness"
-"""Folder of a harness's own files, inside of a sandbox."""
+"""Folder of a harness's own files inside a sandbox."""
 TASKS_ON_THE_WAY = 64
-"""Held-out tasks of a measurement on the way through RL: it competes with rollouts for training, which go on."""
+"""Number of held-out tasks of an evaluation during RL: it competes with training rollouts, which continue."""
 DRAWS = 2
-"""Held-out tasks that are drawn for each that is needed: some come twice, and of a small family all do."""
+"""Held-out tasks drawn per task needed: draws can repeat, and a small family has few tasks."""
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
-"""The two ways of every evaluation."""
+"""The two sampling modes of every evaluation."""
 
 
 class ServedVersion:
-    """The lowest weight version that all engines serve, by all gateways that answer; −1 before the first answer.
+    """The lowest weight version that any engine serves, according to all gateways that answer; −1 before the first
+    answer.
 
-    Keeps ``table`` informed of which gateways do.
+    Updates ``table`` with the gateways that answer.
     """
 
     def __init__(self, table: GatewayTable, http: aiohttp.ClientSession, *, outage_s: float) -> None:
-        """``outage_s`` is how long all gateways may be silent while a caller waits."""
+        """``outage_s`` is the longest time that all gateways may be silent while a caller waits."""
         self._table = table
         self._http = http
         self._outage_s = outage_s
@@ -109,18 +110,18 @@ class ServedVersion:
         self._following = asyncio.create_task(self._follow())
 
     def __call__(self) -> int:
-        """The last version heard of: never ahead of the engines, which only move forward."""
+        """The latest version reported: never ahead of the engines, whose versions only increase."""
         if self._following.done():
             self._following.result()
         return self._table.version
 
     async def changed(self, version: int) -> None:
-        """Wait until another version than ``version`` is served."""
+        """Wait until a version other than ``version`` is served."""
         while self._table.version == version:
             await self._changed.wait()
 
     async def reach(self, version: int) -> None:
-        """Wait until ``version`` is served. Raises :class:`~etude.errors.EngineUnavailable` when nothing is heard."""
+        """Wait until ``version`` is served. Raises :class:`~etude.errors.EngineUnavailable` if no gateway answers."""
         while self() < version:
             if time.monotonic() - self._heard_s > self._outage_s:
                 urls = ", ".join(f"{url}/healthz" for url in self._table.urls)
@@ -128,11 +129,11 @@ class ServedVersion:
             await asyncio.sleep(POLL_S)
 
     def close(self) -> None:
-        """Stop asking."""
+        """Stop polling."""
         self._following.cancel()
 
     async def _follow(self) -> None:
-        """Ask every gateway, for ever; while all are down, the last answer stands."""
+        """Poll every gateway, forever; while all are down, the last answer stays valid."""
         async with asyncio.TaskGroup() as group:
             for url in self._table.urls:
                 group.create_task(self._follow_one(url))
@@ -151,7 +152,7 @@ class ServedVersion:
             await asyncio.sleep(POLL_S)
 
     async def _ask(self, url: str) -> int | None:
-        """The lowest version that a gateway's engines serve; ``None`` where it does not answer, or has no engine."""
+        """The lowest version that a gateway's engines serve; ``None`` if it does not answer or has no engine."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._http.get(f"{url}/healthz", timeout=HEALTH_TIMEOUT) as answer:
                 if answer.status == 200:
@@ -175,8 +176,9 @@ class RolloutParts:
     async def evaluate(self, label: str, tasks: Sequence[Task], *, version: int, purpose: str = "") -> EvalDone:
         """Try every task once sampled and once greedily; resumable under the same ``purpose``, by default the label.
 
-        Raises :class:`~etude.errors.UserError` where one way has no reward at all: its slots are lost, and trying again
-        finds them so. While machines are down the breaker ends this before, with slots left.
+        Raises :class:`~etude.errors.UserError` if one sampling mode has no reward at all: its slots are lost, and a
+        retry would not recover them. While machines are down, the circuit breaker stops the evaluation earlier, with
+        slots left.
         """
         purpose = purpose or label
         ways = [self.dispatcher.evaluate(f"{purpose}-{way}", tasks, temperature=t) for way, t in TEMPERATURES.items()]
@@ -193,8 +195,8 @@ class RolloutParts:
 def evaluation_done(
     label: str, version: int, groups: Mapping[str, Sequence[Group]], read_tools: ToolReader, *, pass_at: float
 ) -> EvalDone:
-    """The result of an evaluation, from its groups way by way: a task each, without a rollout where its attempts were
-    used up.
+    """The result of an evaluation from its groups by sampling mode: one group per task, without a rollout if all its
+    attempts failed.
     """
     clusters = [group.task.template or group.task.task_id for group in groups["sampled"]]
     tries = {way: [group.rollouts[0] if group.rollouts else None for group in groups[way]] for way in TEMPERATURES}
@@ -228,7 +230,7 @@ def _pass_rate(passed: Sequence[bool | None], clusters: Sequence[str]) -> Estima
 
 
 def lost_all(folder: RunFolder, purpose: str) -> UserError:
-    """The error of an evaluation whose every rollout used up its attempts, with the last failure."""
+    """The error of an evaluation in which every rollout used up its attempts, with the last failure."""
     with open_archive(folder) as archive:
         failed = archive.find(Search(purpose=purpose, outcome=RolloutOutcome.FAILED, limit=1))
     reason = failed[0].reason if failed else "its attempts were used up"
@@ -245,8 +247,8 @@ async def open_parts(
 ) -> AsyncIterator[RolloutParts]:
     """Connect to a run's gateways and ledger and start its sandboxes, while the context is open.
 
-    ``name`` is also that of the lease under which this process fills slots. Turns are payloads of the run, or in the
-    ledger where all shall be ``in_one_file``.
+    ``name`` is also the name of the lease under which this process fills slots. Turns are stored as payloads of the
+    run, or inside the ledger with ``in_one_file``.
     """
     config = folder.config()
     async with contextlib.AsyncExitStack() as stack:
@@ -295,10 +297,10 @@ def open_draws(config: RunConfig, family: TaskFamily, ledger: Ledger) -> Callabl
 
 
 def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
-    """The evaluation set, the same for every run of a recipe: the first held-out tasks of a family, or all of fewer;
-    none twice, which would be counted as two.
+    """The evaluation set, the same for every run of a recipe: the first ``count`` held-out tasks of a family, or all if
+    there are fewer, without duplicates.
 
-    Raises :class:`~etude.errors.ConfigError` where nothing is held out.
+    Raises :class:`~etude.errors.ConfigError` if the family holds out no tasks.
     """
     size = family.size(Split.HELDOUT)
     if size == 0:
@@ -308,19 +310,19 @@ def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
 
 
 def run_rollouts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> None:
-    """Run the whole schedule, or what is left of it; other processes than the first only make training rollouts."""
+    """Run the schedule, or what remains of it; processes other than the first only make training rollouts."""
     run_until_signal(_run(folder) if name == ROLLOUTS else _help(folder, name))
 
 
 async def _help(folder: RunFolder, name: ProcessName) -> None:
-    """Fill groups beside the first process, for as long as any are wanted."""
+    """Fill groups alongside the first process, as long as any are needed."""
     async with open_parts(folder, name) as parts:
         await parts.served.reach(0)
         await parts.dispatcher.train(parts.config.trainer.steps, parts.config.live)
 
 
 async def _run(folder: RunFolder) -> None:
-    """From weight version 0 to the last."""
+    """Run the schedule of the first process, from weight version 0 to the last."""
     async with open_parts(folder) as parts:
         steps, ledger = parts.config.trainer.steps, parts.ledger
         await parts.served.reach(0)
@@ -338,9 +340,9 @@ async def _run(folder: RunFolder) -> None:
 
 
 async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> None:
-    """Measure while nothing else runs, unless the recipe does not want it or a previous process did it.
+    """Evaluate while nothing else runs, unless the recipe disables it or a previous process did it.
 
-    A run whose steps were raised after its end is measured once more, in tries of their own.
+    A run whose number of steps was raised after its end is evaluated again, with new attempts.
     """
     facts, fact, first = parts.ledger.facts, measured_fact(label), f"{measured_fact(label)}-first"
     if not parts.config.eval.enabled or facts.get(fact) == str(version):
@@ -357,7 +359,7 @@ async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> N
 async def _evaluate_on_the_way(parts: RolloutParts) -> None:
     """Evaluate at intervals of versions during training, with a few tasks each time.
 
-    Nothing waits for it. One that is late gives way to the next, so there is never more than one.
+    Nothing waits for an evaluation. A late one is dropped for the next, so at most one runs at a time.
     """
     steps, config = parts.config.trainer.steps, parts.config.eval
     for due in evaluations_due(steps, config):
@@ -399,12 +401,12 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sessions:
-    """The gateways of a run, on one machine or in all regions of its fleet."""
+    """Connections to the gateways of a run, on one machine or in all regions of its fleet."""
 
     opener: SessionOpener
     served: ServedVersion | ServedRegions
     urls: Sequence[str]
-    """URLs of the gateways; none on a fleet, where they come and go."""
+    """URLs of the gateways; empty on a fleet, where gateways start and stop."""
 
 
 @contextlib.asynccontextmanager
@@ -468,9 +470,9 @@ async def open_stage(
     folder: Path,
     gateway_urls: Sequence[str],
 ) -> tuple[TaskSandboxes, Grader, Harness]:
-    """Open sandboxes of tasks, grader and harness of a recipe; ``stack`` closes them. The files of an external harness
-    are written into ``folder``, and each of its sandboxes may reach nothing but the gateway of its session.
-    ``gateway_urls`` are those that are known by now; that a sandbox may reach one is tried.
+    """Open the task sandboxes, grader and harness of a recipe; ``stack`` closes them. The files of an external harness
+    are written into ``folder``, and each of its sandboxes may reach only the gateway of its session. ``gateway_urls``
+    are the gateways known so far; the function tests that a sandbox can reach one.
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
@@ -480,16 +482,16 @@ async def open_stage(
     if isinstance(options, LocalOptions) and not isinstance(harness, CommandHarness | ShellHarness):
         local = LocalSandboxes(workers=options.workers)
         stack.push_async_callback(local.close)
-        if not isinstance(harness, SingleTurnHarness):  # which runs nothing
+        if not isinstance(harness, SingleTurnHarness):  # a single turn runs no commands
             await check_sandboxes(local, config)
-        # Nothing outlives a command there, so an agent is gone when its last one is.
+        # No process outlives its command there, so the agent's processes end with its last command.
         plain = PlainTaskSandboxes(local)
         named = NamedGrader(config.tasks.graders, GraderContext(open_sandbox=plain.open))
         graders = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: answers, NamedChecks: named})
         return plain, graders, harness
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
-        sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a shell, or other people's program, needs a machine
+        sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a shell or an external program needs isolation
     external = config.harness.options
     beside = mounts_beside(folder, external) if isinstance(external, CommandOptions) else {}
     provider, images = open_provider(sandboxes, base_store(sandboxes)), image_store(sandboxes, config.tasks)
@@ -510,12 +512,12 @@ def make_harness(config: RunConfig, context: HarnessContext) -> Harness:
 
 
 def mounts_beside(folder: Path, harness: CommandOptions) -> dict[str, Path]:
-    """Mounts of another team's harness, whose files are written into ``folder``."""
+    """Mounts of an external harness, whose files are written into ``folder``."""
     return harness_mounts(harness.mounts) | {HARNESS_FOLDER: write_harness(folder, harness.files)}
 
 
 def write_harness(folder: Path, files: Mapping[str, str]) -> Path:
-    """Write the harness's own files; returns where. Nothing else of a run may be in there: agents can read it."""
+    """Write the harness's own files; returns their folder. Agents can read it, so nothing else may be in it."""
     place = folder / "harness"
     place.mkdir(exist_ok=True)
     place.chmod(0o755)

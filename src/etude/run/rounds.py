@@ -1,4 +1,4 @@
-"""Work that is done again and again beside a process's own: copies of what it writes, downloads of what others sent."""
+"""Periodic background work of a process: uploads of what it writes, downloads of what others uploaded."""
 
 from collections.abc import Callable
 from threading import Event as Signal
@@ -8,14 +8,14 @@ from typing import final
 from etude.closing import Closing
 
 FIRST_S, LONGEST_S, GROWTH = 2.0, 60.0, 1.05
-"""The first pause, the longest, and how pauses grow: a long run has not too many objects."""
+"""The first and the longest pause, and the growth factor, which bounds the number of objects of a long run."""
 CLOSE_S = 5.0
-"""Time for the last turn of a process that ends."""
+"""Time for the last turn when a process ends."""
 
 
 @final
 class Rounds(Closing):
-    """Calls ``turn`` again and again, on a thread of its own, in pauses that grow; once more when it is closed."""
+    """Calls ``turn`` repeatedly on a separate thread, with growing pauses, and once more on closing."""
 
     def __init__(self, name: str, turn: Callable[[], None], first_s: float = FIRST_S) -> None:
         self._turn = turn
@@ -25,7 +25,7 @@ class Rounds(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """End with a last turn, which is waited for as long as :data:`CLOSE_S`."""
+        """Stop after a last turn, waiting at most :data:`CLOSE_S`."""
         self._closed.set()
         self._thread.join(CLOSE_S)
 

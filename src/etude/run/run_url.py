@@ -1,16 +1,16 @@
-"""The URL of a run: the place of all that a run must have wherever its processes run, and when a disk is lost.
+"""The URL of a run: the place of everything that a run needs on every machine and after the loss of a disk.
 
-    files/          run.toml, model/, plugins/, weights.id, ledger.url, the report: sets of files, the newest counts
+    files/          run.toml, model/, plugins/, weights.id, ledger.url, the report: sets of files, the newest is valid
     weights/        the weight log                      checkpoints/    copies of the newest checkpoints
     payloads/       turns, their routes and masks       events/         copies of each process's events
     data/           copies of the recipe's data         phases/         copies of mid-training's and SFT's checkpoints
     evaluations/    ledgers of `etude eval`             judge/          votes of judges and their costs
 
-``s3://bucket/runs/NAME``, ``gs://``, ``az://``, or a folder that all machines see. The run key is never there, nor what
-only a machine needs: logs, locks, ports. Whatever is made of it on a machine lies in a working folder
+``s3://bucket/runs/NAME``, ``gs://``, ``az://``, or a folder that all machines see. It never contains the run key or
+files of one machine: logs, locks, ports. Each machine has a working folder for its local copies
 (:mod:`etude.run.working_folder`).
 
-Owns the names below the URL and how they are opened.
+This module owns the names below the URL and opens them.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ FILES, EVENTS = "files", "events"
 
 
 def normal_url(text: str) -> str:
-    """The URL or the absolute folder that a person means by ``text``; two ways to write it give one.
+    """Normalise ``text`` to a URL or an absolute folder, so that equal places have equal names.
 
     Raises :class:`~etude.errors.ConfigError`.
     """
@@ -45,13 +45,13 @@ def normal_url(text: str) -> str:
 
 
 def is_run_url(text: str) -> bool:
-    """True for what names a run by its URL and not by its run folder."""
+    """True if ``text`` names a run by its URL and not by its run folder."""
     return "://" in text or (Path(text) / FILES / MANIFESTS).is_dir()
 
 
 def open_place(url: str, name: str, outages: StoreOutages | None = None, *, far: bool = False) -> Objects:
-    """The objects at a place below the URL; with ``outages``, storage that is away is waited for. Where it is ``far``
-    and only read, it is known soon that it is away.
+    """The objects at a place below the URL; with ``outages``, unavailable storage is waited for. With ``far``, for
+    storage in another region that is only read, unavailability is detected soon.
     """
     objects = ObjectStore(f"{url}/{name}", far_options(url) if far else None)
     return objects if outages is None else RetryingStore(objects.url, lambda: objects, outages)
@@ -63,8 +63,8 @@ def open_stored(url: str, name: str, outages: StoreOutages | None = None, *, far
 
 
 def open_run_files(folder: RunFolder, name: str, outages: StoreOutages | None = None) -> StoredFiles:
-    """The sets of files at a place of a run whose id is known: those of another one, signed with the same key, are none
-    of it. The files that have the id are not called by it.
+    """The sets of files at a place of a run whose id is known: files of another run, signed with the same key, are
+    excluded. The names of the files that hold the id do not contain it.
     """
     run = "" if name == FILES else log_id_of(folder) or ""
     return StoredFiles(open_place(folder.url, name, outages), f"{run}/{name}" if run else name, signing_key())

@@ -6,9 +6,9 @@
               ├───▶ effort (recorded only) ─────────┼──▶ score ──▶ ScoredRollout
     grade, harness's measures ──────────────────────┤                   ▲
     functions that parts name ──────────────────────┤     hints, rewards of single turns
-    a judge, where a part asks for one ─────────────┘
+    a judge, if a part uses one ────────────────────┘
 
-Wiring only: terms, rules, rubrics, detectors and the score are :mod:`etude.rewards`'s, baits :mod:`etude.tasks`'s.
+Wiring only: terms, rules, rubrics, detectors and the score are in :mod:`etude.rewards`, baits in :mod:`etude.tasks`.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from etude.types import AnswerChecks, Disposition, Ids, Task, Turn, TurnKind
 logger = logging.getLogger(__name__)
 
 FUNCTION_S = 60.0
-"""Time that a reward function may take: one that asks a service sets a limit of its own below it."""
+"""Time limit of a reward function: one that calls a service sets a lower limit itself."""
 REWARD_SECTION = "reward"
 """Section of a recipe with the reward of rollouts, and the fact of the ledger with its digest."""
 
@@ -67,15 +67,15 @@ class RewardScorer:
     read: TurnReader
     """Turns as text."""
     bare_shell: bool = False
-    """True where replies are shell commands without any mark."""
+    """True if replies are shell commands without any markup."""
     thinking_end_id: int = -1
-    """The token that ends a turn's thinking; −1: the model does not think."""
+    """The token that ends a turn's thinking; −1: the model does not emit reasoning."""
     judge: PartJudge | None = None
     hints: HintFinder | None = None
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
-    """Source of a part → the function that it names."""
+    """Source of a part → its function."""
     rewards_turns: bool = False
-    """True where single turns have rewards of their own."""
+    """True if single turns have their own rewards."""
     clock: Clock = field(default_factory=SystemClock)
     outage_s: float = 300.0
     """Time that a part may wait for a judge that is unavailable."""
@@ -83,11 +83,11 @@ class RewardScorer:
     async def score(self, rollout: GradedRollout) -> ScoredRollout:
         """The score, hints and rewards of turns.
 
-        Raises like :func:`~etude.rewards.score.score`, and :class:`~etude.errors.JudgeUnavailable` where a part has
-        waited for a judge in vain.
+        Raises like :func:`~etude.rewards.score.score`, and :class:`~etude.errors.JudgeUnavailable` if a part waited for
+        a judge longer than ``outage_s``.
         """
         needs_text = self.policy.reward.parts or self.rewards_turns or self.hints is not None
-        # Millions of tokens take seconds: others go on meanwhile.
+        # Millions of tokens take seconds: a thread keeps other rollouts running.
         spoken = await asyncio.to_thread(self._spoken, rollout) if needs_text else ()
         _check_names(self.policy.reward, rollout.grade.parts.keys() | rollout.result.measures.keys())
         values = await self._values(rollout, spoken) if self.policy.reward.parts else {}
@@ -99,11 +99,11 @@ class RewardScorer:
         )
 
     def _spoken(self, rollout: GradedRollout) -> Sequence[SpokenTurn]:
-        """The turns as text: of a model whose tokens are not known, as its calls were heard and said."""
+        """The turns as text; for a model whose tokens are unknown, from the texts of its calls."""
         return spoken_turns(rollout.result.spoken) if rollout.result.spoken else self.read(rollout.turns)
 
     async def _values(self, rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> Mapping[str, float]:
-        """All values beside the grade, by source."""
+        """All values except the grade, by source."""
         result = rollout.result
         conduct = observe(
             spoken,
@@ -123,7 +123,7 @@ class RewardScorer:
         return {**by_source, **await self._called(rollout, spoken)} if self.functions else by_source
 
     async def _called(self, rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> Mapping[str, float]:
-        """The values of functions; none of one that raises or takes too long, which the log says."""
+        """The values of functions; a function that raises or takes too long has none, which is logged."""
         shown = RewardInput(
             task=rollout.task,
             grade=rollout.grade,
@@ -137,16 +137,16 @@ class RewardScorer:
                 async with asyncio.timeout(FUNCTION_S):
                     value = await asyncio.to_thread(function, shown)
                     values[source] = float(await value if isinstance(value, Awaitable) else value)
-            except Exception:  # somebody else's code may raise anything
+            except Exception:  # a user's code may raise anything
                 logger.exception("reward function %s", source)
         return values
 
     async def _judged(self, rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> Mapping[str, float]:
-        """The judge's values, where a part asks for them; none while it is out of reach and no part waits for it, or
-        where it will say nothing of this rollout.
+        """The judge's values, if a part uses them; none while it is unavailable and no part waits for it, or if it does
+        not judge this rollout.
 
-        Else the rollout, which is finished and graded, waits until the judge is back, for as long as machines may be
-        out of order at all.
+        Otherwise the rollout, which is finished and graded, waits until the judge is available again, for at most
+        ``outage_s``.
         """
         judged_parts = [part for part in self.policy.reward.parts if part.source.startswith("judge.")]
         if self.judge is None or not judged_parts:
@@ -174,10 +174,10 @@ class BaitingMonitor:
     """The text of token ids."""
     honeypots: bool
     bare_shell: bool
-    """True where replies are shell commands without any mark (``recipes/external-harness``)."""
+    """True if replies are shell commands without any markup (``recipes/external-harness``)."""
 
     async def begin(self, task: Task, sandbox: Sandbox) -> "BaitedRollout":
-        """Lay baits in a fresh sandbox. Raises :class:`~etude.errors.SandboxError`."""
+        """Place baits in a fresh sandbox. Raises :class:`~etude.errors.SandboxError`."""
         baits = await plant(sandbox, draw_baits()) if self.honeypots else ()
         return BaitedRollout(self, task, sandbox, baits)
 
@@ -193,17 +193,17 @@ class BaitedRollout:
         self._touched: tuple[Finding, ...] = ()
 
     async def look(self) -> None:
-        """Look at the baits and take them away, so that none is graded. Raises :class:`~etude.errors.SandboxError`."""
+        """Check and remove the baits, so that none is graded. Raises :class:`~etude.errors.SandboxError`."""
         if self._baits:
             self._touched = await look(self._sandbox, self._baits)
             await lift(self._sandbox, self._baits)
 
     def fork(self, sandbox: Sandbox) -> "BaitedRollout":
-        """The monitor of a fork: the same baits lie in the copy."""
+        """The monitor of a fork, whose copy contains the same baits."""
         return BaitedRollout(self._monitor, self._task, sandbox, self._baits)
 
     def findings(self, turns: Sequence[Turn]) -> Sequence[Finding]:
-        """Touched baits, and all that detectors see in the actions."""
+        """Findings of touched baits and of the detectors in the actions."""
         actions = read_actions(tuple(turns), self._monitor.decode, bare_shell=self._monitor.bare_shell)
         return (*self._touched, *touches(actions, self._baits), *inspect(actions, scene_of(self._task)))
 
@@ -220,8 +220,8 @@ def open_monitor(config: RunConfig, chat: ChatFormat) -> BaitingMonitor:
 def open_scorer(config: RunConfig, chat: ChatFormat, judge: OpenJudge | None) -> Scorer:
     """The scorer of a recipe.
 
-    Raises :class:`~etude.errors.ConfigError` for a part whose source is not there, or is of another version, and where
-    the model's chat template takes no hint.
+    Raises :class:`~etude.errors.ConfigError` for a part whose source is missing or has another version, and if the
+    model's chat template accepts no hint.
     """
     return reward_scorer(
         config,
@@ -264,8 +264,8 @@ def policy_of(config: RunConfig) -> ScorePolicy:
 
 
 def transcript_of(spoken: Sequence[SpokenTurn]) -> str:
-    """A rollout as a judge reads it: everything once, in order, and before every line its speaker. Of several
-    conversations the one that began first, then the others, each by its number; turns are numbered through all.
+    """A rollout as a judge reads it: everything once, in order, with the speaker before every line. Several
+    conversations follow in the order of their start, each with its number; turns are numbered consecutively.
     """
     pages: list[str] = []
     for number, turns in enumerate(conversations(spoken), start=1):
@@ -277,8 +277,9 @@ def transcript_of(spoken: Sequence[SpokenTurn]) -> str:
 
 
 def freeze_reward(facts: Facts, spec: RewardSpec, section: str = REWARD_SECTION) -> None:
-    """Remember what a run's reward of a recipe's section is made of, so that it is the same until its end: rewards of
-    two specifications cannot be compared. Raises :class:`~etude.errors.ConfigError` for another one than it began with.
+    """Record the definition of a run's reward in a recipe section, so that it stays the same until the run's end:
+    rewards of two specifications cannot be compared. Raises :class:`~etude.errors.ConfigError` if it differs from the
+    initial one.
     """
     made_of = f"{section}_made_of"
     before, now = facts.get(section), digest_of(spec)
@@ -295,8 +296,8 @@ def freeze_reward(facts: Facts, spec: RewardSpec, section: str = REWARD_SECTION)
 
 
 def _answer_of(rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> str:
-    """The text that a judge of the answer reads: what was handed in; of a task that asks for none, what an agent said
-    last, its thoughts left out.
+    """The text that a judge of the answer reads: the submitted answer or, for a task without one, the agent's last
+    message without its reasoning.
     """
     answer = rollout.result.answer
     if answer.strip() or isinstance(rollout.task.checks, AnswerChecks):
@@ -306,7 +307,7 @@ def _answer_of(rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> str:
 
 
 def _check_names(config: RewardConfig, taken: set[str]) -> None:
-    """A name of the record stands for one thing. Raises :class:`~etude.errors.ConfigError`."""
+    """Raise :class:`~etude.errors.ConfigError` if two values of the record have the same name."""
     for part in config.parts:
         if part.name in taken and part.source not in (f"grader.{part.name}", f"measure.{part.name}"):
             raise ConfigError(

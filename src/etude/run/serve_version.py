@@ -1,6 +1,6 @@
 """One weight version of a run behind a temporary engine and gateway.
 
-Everything happens in a scratch run folder that holds this version and no other; the run itself is only read.
+Everything happens in a scratch run folder that contains only this version; the run itself is only read.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from etude.weights.publish import Publisher
 from etude.weights.pull import pull
 
 READY_S = 120.0
-"""Longest time that engine and gateway may take to start: compiled kernels may have to be made first."""
+"""Longest time for engine and gateway to start: kernels may have to be compiled first."""
 POLL_S = 0.2
-"""Interval at which they are asked."""
+"""Interval at which they are polled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class ServedRun:
     """A version that is being served."""
 
     folder: RunFolder
-    """The scratch folder: its endpoints, its keys."""
+    """The scratch folder with endpoints and keys."""
     supervisor: Supervisor
-    """Looks after engine and gateway."""
+    """The supervisor of engine and gateway."""
     version: int
     digest: str
 
@@ -52,19 +52,19 @@ def serving_version(
     ledger: Path | None = None,
     recipe: RunConfig | None = None,
 ) -> Iterator[ServedRun]:
-    """Serve a version of a run (default: the newest) by its own number, with one engine and one gateway, while the
+    """Serve a version of a run (default: the newest) under its own number, with one engine and one gateway, while the
     context is open.
 
-    What happens is recorded in ``ledger``, which stays; without one it is forgotten. ``recipe`` is another than the
-    run's, by which the version is tried. Engine and gateway may still be starting: see :func:`wait_until_ready`.
+    Events are recorded in the permanent ``ledger``, or discarded without one. ``recipe`` replaces the run's recipe.
+    Engine and gateway may still be starting: see :func:`wait_until_ready`.
     """
     pulled, recipe = pull(open_log(folder), version), recipe or folder.config()
     config = recipe.model_copy(
         update={
-            "ledger": LedgerConfig(),  # nothing to be kept in anybody's database
+            "ledger": LedgerConfig(),  # nothing is stored in an external database
             "engine": recipe.engine.model_copy(update={"replicas": 1, "port": 0}),
             "gateway": recipe.gateway.model_copy(update={"replicas": 1, "port": 0}),
-            "release": ReleaseConfig(),  # it serves what is measured, to nobody else
+            "release": ReleaseConfig(),  # it serves only the evaluation
         }
     )
     with tempfile.TemporaryDirectory(prefix="etude-serving-") as scratch:

@@ -19,11 +19,9 @@ from etude.run.endpoints import HOST
 from etude.run.heartbeat import Heartbeat
 
 BIND_S = 5.0
-"""Time for which a taken port is tried: after a crash the last owner's connections may still be closing."""
+"""Time to retry a port in use: after a crash the previous owner's connections may still be closing."""
 SHUTDOWN_S = 2.0
-"""Longest time that open requests may take once a process was told to stop, and as long again to end when they are
-cancelled.
-"""
+"""Longest time for open requests after a stop signal; once cancelled, they have the same time again to end."""
 STOP_S = 10.0
 """Longest time that a process of a run may take to clean up before it is killed."""
 
@@ -31,9 +29,8 @@ STOP_S = 10.0
 def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | None = STOP_S) -> None:
     """Run ``main`` to its end, or cancel it on SIGTERM or SIGINT, let it clean up and exit with 128 + the signal.
 
-    Whoever takes longer than ``cleanup_s`` to clean up is gone then all the same: the supervisor sees to that, but a
-    process that it left behind has nobody, and would keep its successor waiting. ``None`` lets a server that stands
-    alone take its time.
+    The process exits after ``cleanup_s`` even if the cleanup is not done: the supervisor would kill it, but a process
+    that lost its supervisor would keep its successor waiting. ``None``: no limit, for a standalone server.
     """
     raise_file_limit()
     received: list[int] = []
@@ -48,7 +45,7 @@ def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | No
             received.append(number)
             loop.call_soon_threadsafe(task.cancel)
 
-        # Not the loop's own handlers, which wait for their turn: code that blocks the loop has its bound, too.
+        # Not the loop's own handlers, which run in the loop: code that blocks the loop must have the same bound.
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             async with background_task(Heartbeat().keep()):
@@ -69,7 +66,7 @@ def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | No
 
 
 def _exit_after(seconds: float, status: int) -> None:
-    """End this process then, whatever it is at."""
+    """End this process after ``seconds``, whatever it is doing."""
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()
@@ -93,7 +90,7 @@ async def listening(
 ) -> AsyncIterator[int]:
     """Serve ``app`` while the context is open; yields the port. Raises :class:`~etude.errors.PortInUseError`.
 
-    ``connections`` are those of all servers of the process, where it has several.
+    ``connections`` is shared by all servers of the process, if it has several.
     """
     runner: web.BaseRunner
     if isinstance(app, web.Application):
@@ -112,7 +109,7 @@ async def listening(
 
 
 def tls_context(section: str, cert: str, key: str) -> ssl.SSLContext | None:
-    """The TLS context of a server; ``None`` for plain HTTP, where there is no ``cert``.
+    """The TLS context of a server; ``None`` for plain HTTP, without a ``cert``.
 
     Raises ``ConfigError``, naming the recipe's ``section``, for a certificate that cannot be used.
     """

@@ -1,10 +1,10 @@
 """The process that feeds sinks and evaluates alerts, `etude sinks`, and its start beside a run.
 
     events/*.jsonl ──▶ one EventTail and one thread for each sink ──▶ tracker, exporter, alerts
-                         sinks/NAME.json: its place          sinks/id: the id by which trackers know the run
+                         sinks/NAME.json: its position       sinks/id: the id of the run in trackers
 
-It is no process of the run: nobody waits for it but `etude run` at its very end, for :data:`CLOSING_S`, and its death
-is told and mended. What it had not sent goes out when the run is resumed, or by `etude sinks --run RUN`.
+It is not a process of the run: only `etude run` waits for it, at its very end, for :data:`CLOSING_S`; if it dies, that
+is reported and it is restarted. Unsent events are sent when the run is resumed, or by `etude sinks --run RUN`.
 """
 
 import importlib.util
@@ -48,7 +48,7 @@ from etude.tokens.jinja import load_format
 SINKS_PROCESS = ProcessName(command="sinks")
 """The name of the process."""
 FOLDER = "sinks"
-"""Folder of a run with the places of its sinks."""
+"""Folder of a run with the positions of its sinks."""
 ALERTS = "alerts"
 """Name of the sink that evaluates ``[[alerts]]``."""
 PACKAGES: Mapping[str, str] = MappingProxyType(
@@ -60,15 +60,15 @@ PACKAGES: Mapping[str, str] = MappingProxyType(
         "otlp": "opentelemetry.exporter.otlp.proto.http",
     }
 )
-"""Sink → the module of the package that it needs; the extra of étude has the sink's name."""
+"""Sink → the module of its required package; étude's extra has the sink's name."""
 CLOSING_S = 30.0
-"""Longest time that sinks have at the end of a run: a tracker uploads the report then."""
+"""Longest time for sinks at the end of a run, when a tracker uploads the report."""
 KEEP_S = 60.0
-"""Interval at which the places of sinks are kept at the run's URL."""
+"""Interval at which the positions of sinks are saved at the run's URL."""
 NICENESS = 15
-"""It gives way to every process of the run."""
+"""Niceness of the process: it yields to every process of the run."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
-"""Times between two starts at least, which double."""
+"""First and longest minimum pause between two starts; it doubles."""
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def _is_installed(module: str) -> bool:
 
 
 def run_sinks(folder: RunFolder) -> None:
-    """Feed the sinks of a run until a stop signal; started by hand, only what they do not have yet."""
+    """Feed the sinks of a run until a stop signal; if started by hand, only send the missing events."""
     ending, is_beside = threading.Event(), SUPERVISOR_VARIABLE in os.environ
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
@@ -120,8 +120,8 @@ def run_sinks(folder: RunFolder) -> None:
 
 
 def feed_sinks(folder: RunFolder, ending: threading.Event, *, closing_s: float | None) -> bool:
-    """Feed the sinks of a run until ``ending``, and then, for ``closing_s`` at most, what was written until then; false
-    where one did not end.
+    """Feed the sinks of a run until ``ending`` is set, then send the events written until then for at most
+    ``closing_s``; false if a sink did not finish.
     """
     with (
         exclusive(folder, str(SINKS_PROCESS), wait_s=PREDECESSOR_S),
@@ -178,13 +178,13 @@ def _make(sink: SinkConfig, context: SinkContext) -> Sink:
 
 
 def _file_name(kind: str) -> str:
-    """The name of a sink's file: that of a class in a file of one's own, without the folder and its digest."""
+    """The file name of a sink; for a class in a user's own file, without the folder and its digest."""
     module, _, name = kind.rpartition(":")
     return f"{Path(module).stem.partition('.')[0]}-{name}" if module else kind
 
 
 def _identity(places: Path) -> str:
-    """The id by which trackers know the run, made once."""
+    """The id of the run in trackers, created once."""
     file = places / "id"
     if not file.is_file():
         file.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
@@ -192,7 +192,7 @@ def _identity(places: Path) -> str:
 
 
 def _keep(folder: RunFolder) -> None:
-    """Keep the places at the run's URL, so that another machine goes on from there."""
+    """Save the positions at the run's URL, so that another machine can continue from there."""
     try:
         keep(folder, FOLDER)
     except EtudeError as error:
@@ -200,7 +200,7 @@ def _keep(folder: RunFolder) -> None:
 
 
 def read_rollout(folder: RunFolder, rollout_id: str) -> str:
-    """A rollout as plain text; empty where it cannot be read now."""
+    """A rollout as plain text; empty if it cannot be read now."""
     try:
         with open_archive(folder) as archive:
             _, rollout = archive.rollout(rollout_id)
@@ -215,18 +215,18 @@ def read_rollout(folder: RunFolder, rollout_id: str) -> str:
 
 @final
 class SinksProcess(Closing):
-    """The process beside a run, started again when it dies; nothing is started for a run that tells nobody."""
+    """The sinks process of a run, restarted when it dies; a run without sinks or alerts starts none."""
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
         self._folder = folder
         self._is_wanted = bool(config.log.to or config.alerts)
         self._process: HostProcess | None = None
         self._due_s = 0.0
-        """Time before which it is not started again."""
+        """Earliest time of the next start."""
         self._pause_s = FIRST_PAUSE_S
 
     def check(self) -> list[str]:
-        """Start it where it does not run; lines for people about its end. Returns at once."""
+        """Start the process if it does not run; returns lines for the user about its end, without waiting."""
         now_s = time.monotonic()
         if not self._is_wanted or now_s < self._due_s or (self._process is not None and not self._process.has_ended):
             return []
@@ -238,6 +238,6 @@ class SinksProcess(Closing):
         return [f"the process that feeds sinks has ended, and is started again: {line}" for line in died]
 
     def close(self) -> None:
-        """Let sinks take what there is, for a bounded time."""
+        """Let sinks send the remaining events, for a bounded time."""
         if self._process is not None:
             stop_all([self._process], CLOSING_S + 5.0)

@@ -1,9 +1,9 @@
 """Checkpoint, publication and commit of optimiser steps, in the order that survives a crash.
 
-    begin n ──▶ save n, publish n ┄┄ beside the next step ┄┄▶ commit n ──▶ drop payloads up to the newest checkpoint
+    begin n ──▶ save n, publish n ┄┄ during the next step ┄┄▶ commit n ──▶ drop payloads up to the newest checkpoint
 
-Owns this order and the payloads of claimed batches. What a step computes, and what is repeated after a crash, is
-:mod:`etude.run.trainer`'s.
+This module owns this order and the payloads of claimed batches. :mod:`etude.run.trainer` computes steps and repeats
+them after a crash.
 """
 
 import logging
@@ -44,7 +44,7 @@ from etude.weights.tensors import to_stored
 SWEEP_S = 3600.0
 """Interval at which unreferenced payloads are removed."""
 LONGEST_ROLLOUT_S = 24 * 3600.0
-"""Age from which they are removed: the ledger refers to a rollout's payloads only once it has ended."""
+"""Minimum age for removal: the ledger refers to a rollout's payloads only after its end."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class StepCommits(Closing):
         self._sweeper.shutdown()
 
     def note(self, step: int, groups: Sequence[Group]) -> None:
-        """Record the payloads of a step's batch, so that they are kept."""
+        """Record the payloads of a step's batch, so that they are not deleted."""
         self._payloads_of[step] = payload_refs(groups)
 
     @property
@@ -91,7 +91,7 @@ class StepCommits(Closing):
         return self.publishing.is_visible and (self.copies.is_complete or not self._is_held)
 
     def begin(self, step: int, *, is_load: bool = False) -> None:
-        """Commit the step before, then start to save and to publish a computed step."""
+        """Commit the previous step, then start to save and publish a computed step."""
         times = [time.perf_counter()]
         self.commit_published()
         times.append(time.perf_counter())
@@ -105,7 +105,8 @@ class StepCommits(Closing):
 
     def _save(self, step: int, *, is_load: bool) -> None:
         """Start to write a checkpoint if the step has one: every ``checkpoint_steps``, the last, and steps that load
-        weights, which cannot be repeated from the ledger. The commit waits for it unless it is one of several steps'.
+        weights, which cannot be repeated from the ledger. The commit waits for it unless checkpoints are only written
+        every few steps.
         """
         every = self.config.trainer.checkpoint_steps
         self._is_held = every == 1 or is_load or step == self.config.trainer.steps
@@ -119,7 +120,7 @@ class StepCommits(Closing):
         self._heartbeat.beat()
 
     def prove(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """Compare the weights of a repeated step with those that were published for it, if these are in the log."""
+        """Compare the weights of a repeated step with its published weights, if these are in the log."""
         record = self.log.read(step)
         if record is not None and (digest := state_digest(to_stored(state))) != record.digest:
             raise DamagedError(
@@ -140,7 +141,9 @@ class StepCommits(Closing):
         self.remember_policy(step, model)
 
     def commit_published(self) -> None:
-        """Commit the step that is being published, once its version is visible and what it waits for is durable."""
+        """Commit the step that is being published, once its version is visible and its checkpoint, if it must wait for
+        that, is durable.
+        """
         version = self.publishing.land(self.idle)
         if version is None:
             return
@@ -177,7 +180,7 @@ def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:
 
 def sweep_payloads(folder: RunFolder, restorable: int) -> None:
     """Remove old unreferenced payloads: routes and masks of evaluations, failed attempts and other callers; turns whose
-    rollout was never recorded. A failure is logged and tried again at the next sweep.
+    rollout was never recorded. A failure is logged and retried in the next sweep.
 
     Steps after ``restorable``, the newest that can be restored, may have to be repeated.
     """
@@ -193,7 +196,7 @@ def _payloads_in_use(folder: RunFolder, ledger: Ledger, restorable: int) -> list
     """Routes and masks that may still be trained on."""
     refs: list[PayloadRef] = []
     if folder.config().feedback.window_s:
-        with open_feedback(folder) as feedback:  # first: a session that leaves it is in the ledger by then
+        with open_feedback(folder) as feedback:  # first: sessions move from here to the ledger
             refs += feedback.payloads()
     refs += payload_refs(group for each in (TRAIN, LIVE) for group in ledger.groups(each, UNSETTLED))
     for step in range(restorable + 1, ledger.progress().steps_done + 1):

@@ -1,7 +1,7 @@
 """Outages of a run's weight store: waiting and reporting.
 
-Owns how long a process waits, what it says meanwhile and that it stays alive; which calls are tried again is
-:mod:`etude.objects`'s.
+This module decides how long a process waits, and reports the outage and heartbeats meanwhile; :mod:`etude.objects`
+decides which calls are retried.
 """
 
 import logging
@@ -18,16 +18,19 @@ from etude.telemetry.events import OUTAGE_TOLD_S, Outage
 from etude.telemetry.log import EventLog
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
-"""Between two tries. In between a pause is as long as the outage so far: it doubles."""
+"""Shortest and longest pause between two attempts. Between these limits a pause is as long as the outage so far, so it
+doubles.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 @final
 class StoreOutages(Closing):
-    """Blocks all threads of a process while one store is away; once closed, none waits any more.
+    """Blocks all threads of a process while a store is unavailable; after closing, no thread waits.
 
-    Each try that fails is a sign of life (``progress``): what is waited for is known, and told to people once a minute.
+    Each failed attempt counts as a heartbeat (``progress``), since the cause of the wait is known; it is reported once
+    a minute.
     """
 
     def __init__(
@@ -37,24 +40,24 @@ class StoreOutages(Closing):
         events: EventLog | None = None,
         progress: Callable[[], None] | None = None,
     ) -> None:
-        """``max_outage_s`` is for how long the store may be away before :meth:`failed` raises; 0 for no end."""
+        """``max_outage_s`` is the longest outage before :meth:`failed` raises; 0 for no limit."""
         self._store = store
         self._max_outage_s = max_outage_s or math.inf
         self._events = events
         self._progress = progress or Heartbeat().beat
         self._changed = Condition()
         self._waiting = 0
-        """Calls that have failed and are tried again."""
+        """Number of failed calls being retried."""
         self._since_s = 0.0
-        """When the first of them failed."""
+        """Time of the first failure."""
         self._told_s = -math.inf
         self._closed = False
-        self._write(0.0, "")  # the process before this one may have died waiting
+        self._write(0.0, "")  # the previous process may have died while waiting
 
     def failed(self, error: InfrastructureError, *, again: bool) -> None:
-        """Wait before the next try.
+        """Wait before the next attempt.
 
-        Raises ``error`` once this is closed, :class:`~etude.errors.UserError` when the outage has taken too long.
+        Raises ``error`` once this is closed, :class:`~etude.errors.UserError` if the outage has lasted too long.
         """
         with self._changed:
             now_s = time.monotonic()
@@ -78,7 +81,7 @@ class StoreOutages(Closing):
         ) from error
 
     def succeeded(self) -> None:
-        """Take note that a call which had failed was answered: the others that wait try again at once."""
+        """Record that a retried call succeeded: all waiting calls retry at once."""
         with self._changed:
             self._waiting -= 1
             self._changed.notify_all()
@@ -89,13 +92,13 @@ class StoreOutages(Closing):
                 self._write(0.0, "")
 
     def close(self) -> None:
-        """Let those who wait go, with what they met last."""
+        """Release waiting calls with their last error."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _tell(self, now_s: float, away_s: float, error: InfrastructureError) -> None:
-        """Say, now and then, that it is away; one failed try is no outage."""
+        """Report the outage at intervals; a single failed attempt is not an outage."""
         if away_s > 0 and now_s - self._told_s >= OUTAGE_TOLD_S:
             self._told_s = now_s
             self._write(away_s, str(error))

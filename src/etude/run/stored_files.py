@@ -3,11 +3,11 @@
     manifests/00000012.json       {"files": {"model/config.json": {"sha256": "3f9a…", "size_bytes": 812}, …}, …}
     parts/3f9a…c2/00000           a file in parts of 32 MiB, the last one shorter
 
-A manifest is put when all its files are there, so a reader finds a set whole or not at all. Nothing of it is trusted:
-its paths must lie in the folder that it is fetched into, no file is larger than it says, and each must have its digest.
-With a key manifests are signed, and unsigned ones are damage, as records of weights are (:mod:`etude.weights.log`).
+A manifest is written after all its files, so a reader finds a complete set or none. Its content is not trusted: paths
+must be inside the target folder, and each file must have the size and digest of the manifest. With a key, manifests are
+signed and unsigned ones are damaged, like weight records (:mod:`etude.weights.log`).
 
-Owns the form and both ways. What a set is, and when it is put and fetched, is its user's affair.
+This module owns the format, upload and download. Callers define the sets and when to transfer them.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ from etude.storage import free_bytes
 MANIFESTS, PARTS = "manifests", "parts"
 """Folders of a set's objects."""
 PART_BYTES = 32 << 20
-"""Bytes of a part: few enough that those of :data:`AT_A_TIME` fit into memory, many for one request."""
+"""Bytes of a part: small enough that :data:`AT_A_TIME` parts fit into memory, large enough for efficient requests."""
 AT_A_TIME = 4
-"""Parts of a file that are sent or fetched at a time."""
+"""Concurrent transfers of parts of a file."""
 MOST_BYTES = 1 << 50
-"""No file is larger."""
+"""Maximum size of a file."""
 _DIGEST_DIGITS = 64
 
 
@@ -46,7 +46,7 @@ class StoredFile:
     size_bytes: int
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for what is no digest or no size."""
+        """Raise ``ValueError`` for an invalid digest or size."""
         digits = self.sha256 if isinstance(self.sha256, str) else ""
         if len(digits) != _DIGEST_DIGITS or set(digits) - set("0123456789abcdef"):
             raise ValueError(f"sha256 = {self.sha256!r} is not a SHA-256")
@@ -76,9 +76,9 @@ def stored_file(path: Path) -> StoredFile:
 
 @final
 class StoredFiles:
-    """The sets of files at one place. ``name`` says which these are, and ``key`` signs them.
+    """The sets of files at one place. ``name`` identifies them and ``key`` signs them.
 
-    Every method raises :class:`~etude.errors.InfrastructureError` when the storage does not do its part.
+    Every method raises :class:`~etude.errors.InfrastructureError` when the storage fails.
     """
 
     def __init__(self, objects: Objects, name: str, key: bytes | None = None) -> None:
@@ -87,7 +87,7 @@ class StoredFiles:
         self._key = key
 
     def numbers(self) -> list[int]:
-        """Numbers of the sets that are there, ascending."""
+        """Numbers of the existing sets, ascending."""
         names = (PurePosixPath(key).name.removesuffix(".json") for key in self._objects.list(MANIFESTS))
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -109,7 +109,7 @@ class StoredFiles:
         return files
 
     def put(self, number: int, files: FileSet) -> bool:
-        """Put the manifest of a set whose files were sent; false if another one has that number."""
+        """Write the manifest of a set after its files; false if the number is taken."""
         ordered = dict(sorted(files.items()))
         tree: dict[str, object] = {"files": {path: asdict(file) for path, file in ordered.items()}}
         if self._key is not None:
@@ -119,7 +119,7 @@ class StoredFiles:
         return self._objects.put_if_absent(key, data) or self._objects.get(key) == data
 
     def send(self, descriptor: int, file: StoredFile, sent: Callable[[int], None] = lambda part_bytes: None) -> None:
-        """Send the bytes of an open file, unless they are there; ``sent`` is told of each part that is."""
+        """Upload an open file, unless it is stored already; ``sent`` is called for each stored part."""
 
         def send_part(part: int) -> None:
             key = file.key(part)
@@ -134,10 +134,10 @@ class StoredFiles:
             list(pool.map(send_part, range(len(file.part_sizes))))
 
     def fetch(self, path: str, file: StoredFile, folder: Path) -> None:
-        """Fetch a file into a folder: whole and with its digest, or not at all.
+        """Download a file into a folder: complete and with its digest, or not at all.
 
         Raises :class:`~etude.errors.DamagedError` naming the path and the object, and
-        :class:`~etude.errors.RunFolderError` where there is no room for it.
+        :class:`~etude.errors.RunFolderError` if the disk is full.
         """
         target = folder / _checked(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ class StoredFiles:
                 partial.unlink(missing_ok=True)
 
     def remove(self, numbers: Iterable[int]) -> None:
-        """Remove sets, and of their files those that no other set has."""
+        """Remove sets, and their files that are in no other set."""
         there, chosen = self.numbers(), set(numbers)
         doomed = [file for number in there if number in chosen for file in self.read(number).values()]
         needed = {file.sha256 for number in there if number not in chosen for file in self.read(number).values()}
@@ -193,7 +193,7 @@ def _manifest_key(number: int) -> str:
 
 
 def _checked(path: str) -> str:
-    """The path, if it can only lie below the folder that it is fetched into. Raises ``ValueError``."""
+    """The path, if it is certainly below the target folder. Raises ``ValueError``."""
     pure = PurePosixPath(path)
     if str(pure) != path or pure.is_absolute() or ".." in pure.parts or path == "." or "\\" in path or "\0" in path:
         raise ValueError(f"the path {path!r} does not lie in the folder")

@@ -1,12 +1,12 @@
-"""`etude suite run`: try any model behind a URL at the tasks of a suite, and keep every try.
+"""`etude suite run`: run any model behind a URL on the tasks of a suite, and store every try.
 
     suite ──▶ its tasks ──▶ OUT/tries.db: what is missing? ──▶ sandboxes, harness ──▶ passthrough ──▶ the model's API
                                   ▲                                                       │ tokens, seconds
                                   └──────────── graded tries, with what they cost ◀───────┘   ──▶ OUT/results.json
 
-Tries are slots of a ledger as in `etude eval`: each pass is a purpose in it, so whatever was tried is not tried again,
-and a machine's or an API's trouble is tried again and never a reward of zero. Weights of a run go the way of
-`etude eval` (:func:`try_version`). Owns the wiring and what is in the results.
+Tries are slots of a ledger as in `etude eval`: each pass is a purpose in it, so a finished try is never repeated, and a
+failure of a machine or an API is retried and never a reward of zero. Weights of a run are evaluated as in `etude eval`
+(:func:`try_version`). This module owns the wiring and the contents of the results.
 """
 
 import asyncio
@@ -74,22 +74,22 @@ from etude.types import Rollout, Split, Task
 TRIES_FILE = "tries.db"
 """File of a folder of results: the ledger of tries."""
 IDENTITY = "suite-identity"
-"""The fact of that ledger which says what was tried, and how."""
+"""The fact of that ledger that identifies what was tried, and how."""
 POLL_S = 0.3
-"""Interval at which it is looked whether the API refuses all calls, and how far the tries are."""
+"""Interval at which progress, and whether the API refuses all calls, are checked."""
 ENDLESS_TASKS = 256
-"""Tasks of a family that has no end, unless another number is asked for."""
+"""Default number of tasks of an infinite family."""
 COMMANDS_S = 600.0
-"""Time that an agent's commands may take together, unless ``--set rollouts.timeout_s`` says otherwise."""
+"""Default time for all commands of an agent together; ``--set rollouts.timeout_s`` changes it."""
 OUTAGE_S = 900.0
-"""Time in which no try may succeed before it is given up."""
+"""Time without a successful try after which the suite stops."""
 ETUDE_API = "etude"
 """API of weights of a run, in results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """A suite, as it is tried."""
+    """A suite to be tried."""
 
     place: Path
     """Path of its folder, or of a recipe."""
@@ -104,7 +104,7 @@ class Suite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TryLimits:
-    """Extent of the tries of a suite, and the rules by which they count."""
+    """The number of tries of a suite, and the rules for counting them."""
 
     passes: int = 1
     tasks: int | None = None
@@ -122,7 +122,7 @@ class TryLimits:
                 raise ConfigError(f"{option} {number}: expected 1 or more")
 
     def labels(self) -> list[str]:
-        """The purposes of the passes in the ledger of tries."""
+        """Purposes of the passes in the ledger of tries."""
         return [f"sampled-{number}" for number in range(self.passes)]
 
 
@@ -152,7 +152,7 @@ def open_suite(place: Path) -> Suite:
 
 
 def try_config(suite: Suite, harness: dict[str, object], limits: TryLimits, overrides: Sequence[str] = ()) -> RunConfig:
-    """The recipe by which a suite is tried; ``harness`` is its ``[harness]``, ``overrides`` those of ``--set``.
+    """The recipe for running a suite; ``harness`` is its ``[harness]``, ``overrides`` those of ``--set``.
 
     Raises :class:`~etude.errors.ConfigError`.
     """
@@ -182,11 +182,11 @@ def try_model(
     out: Path,
     progress: Progress = lambda ended, planned: None,
 ) -> SuiteResults:
-    """Try a model behind a URL at a suite, and write ``results.json`` into the folder ``out``; what was tried there
-    before is not tried again.
+    """Run a model behind a URL on a suite, and write ``results.json`` into the folder ``out``; tries already stored
+    there are not repeated.
 
-    Raises :class:`~etude.errors.UserError` for what cannot be tried, for a folder with tries of something else, and
-    where the API refuses every call.
+    Raises :class:`~etude.errors.UserError` for a suite that cannot be run, for a folder with tries of something else,
+    and if the API refuses every call.
     """
     out.mkdir(parents=True, exist_ok=True)
     if suite.tasks.family == FAMILY and suite_of(Path(suite.tasks.folder)).tasks.family == HARBOR:
@@ -233,10 +233,10 @@ def try_version(
     out: Path,
     progress: Progress = lambda ended, planned: None,
 ) -> SuiteResults:
-    """Try a weight version of a run at a suite with the run's own harness, as its release gate does, and write
+    """Run a weight version of a run on a suite with the run's own harness, as its release gate does, and write
     ``results.json`` into the folder ``out``.
 
-    Raises :class:`~etude.errors.UserError` for what cannot be tried, and where no try succeeds.
+    Raises :class:`~etude.errors.UserError` for a suite that cannot be run, and if no try succeeds.
     """
     run, name = folder.config(), re.sub(r"[^a-z0-9]+", "-", f"{suite.name}-{suite.version}".lower())
     named = SuiteConfig(name=name, recipe=str(suite.place))
@@ -286,7 +286,7 @@ def tasks_of(family: TaskFamily, number: int | None) -> list[Task]:
 
 @final
 class MeteredHarness:
-    """A harness whose results have the words and the cost of its calls; implements
+    """A harness whose results include the texts and the cost of its calls; implements
     :class:`~etude.protocols.Harness`.
     """
 
@@ -295,7 +295,7 @@ class MeteredHarness:
         self._passthrough = passthrough
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """The harness's result, with the measures and the words of its session."""
+        """Run the harness; the result includes the measures and the texts of its session."""
         try:
             result = await self._harness.run(task, session, sandbox, temperature=temperature)
         except (OutOfTime, AgentFault) as over:
@@ -307,7 +307,7 @@ class MeteredHarness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tries:
-    """The tries of a model at some tasks."""
+    """The tries of a model on some tasks."""
 
     ledger: Ledger
     config: RunConfig
@@ -318,7 +318,7 @@ class _Tries:
 
 
 async def _try_all(tries: _Tries, progress: Progress) -> None:
-    """Make those that are missing, pass by pass."""
+    """Make the missing tries, pass by pass."""
     ledger, config, limits, tasks, out = tries.ledger, tries.config, tries.limits, tries.tasks, tries.out
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=alert_connector()))
@@ -356,7 +356,7 @@ async def _try_all(tries: _Tries, progress: Progress) -> None:
 
 
 def _open_scorer(config: RunConfig, judge: OpenJudge | None) -> Scorer:
-    """The scorer of a suite's ``[reward]``, which reads the words of calls: their tokens are not known."""
+    """The scorer of a suite's ``[reward]``, which reads the texts of calls, as their tokens are unknown."""
     return reward_scorer(config, judge, read=lambda turns: ()) if config.reward.parts else GradeScorer()
 
 
@@ -370,14 +370,14 @@ def _no_training(position: int) -> TaskDraw:
 
 
 async def _build_images(folder: Path, config: RunConfig) -> None:
-    """Build the images that Harbor's tasks need and nobody has built; a task whose image fails is left out, which its
-    family tells.
-    """
+    """Build the missing images of Harbor's tasks; a task whose image fails is excluded, and its family reports it."""
     await build_images(read_tasks(folder).tasks, image_store(config.sandboxes, config.tasks))
 
 
 def _check_identity(ledger: Ledger, config: RunConfig, upstream: Upstream, results: SuiteResults, out: Path) -> str:
-    """The day of the first try. Raises :class:`~etude.errors.ConfigError` where another thing was tried there."""
+    """The date of the first try. Raises :class:`~etude.errors.ConfigError` if the folder has tries of
+    something else.
+    """
     now = {
         "suite": f"{results.suite} {results.version}",
         "model": upstream.model,
@@ -427,7 +427,7 @@ def _suite_try(task: Task, rollout: Rollout, number: int, results: SuiteResults)
 
 
 def _none_succeeded(ledger: Path, limits: TryLimits) -> UserError:
-    """The error of tries that infrastructure prevented, all of them, with the last failure."""
+    """The error if infrastructure prevented all tries, with the last failure."""
     reason = last_failure(ledger, limits.labels()) or "none was made"
     return UserError(f"no try succeeded: {reason}; repair that and run it again")
 

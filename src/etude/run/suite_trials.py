@@ -1,10 +1,10 @@
-"""The recipe by which a version of a run is tried at a suite, and what is wrong with it before anything is tried.
+"""The recipe for running a version of a run on a suite, and its checks before any try.
 
     a run's recipe ────────────────────────────────────────────┐
     suite.toml: [tasks] [sandboxes], [reward] [judge] if any ──┴─▶ the recipe of its tries ──▶ checked
 
-The harness, the model and their limits are the run's; what is asked, and what an answer is worth, is the suite's.
-Release gates and `etude suite run --run` try suites by this recipe (:mod:`etude.run.evaluate`).
+The harness, the model and their limits come from the run; tasks and rewards come from the suite. Release gates and
+`etude suite run --run` use this recipe (:mod:`etude.run.evaluate`).
 """
 
 from pathlib import Path
@@ -25,8 +25,8 @@ DIGEST_CHARACTERS = 8
 
 
 def trial_config(run: RunConfig, suite: SuiteConfig) -> RunConfig:
-    """The recipe by which a run's version is tried at a suite: scored by the suite's own ``[reward]`` and ``[judge]``
-    where it has a reward, else by the run's.
+    """The recipe for running a run's version on a suite, scored by the suite's ``[reward]`` and ``[judge]`` if it has a
+    reward, else by the run's.
 
     Raises :class:`~etude.errors.ConfigError`.
     """
@@ -38,20 +38,20 @@ def trial_config(run: RunConfig, suite: SuiteConfig) -> RunConfig:
     if not file.reward.parts:
         return run.model_copy(update=own)
     own |= {"reward": file.reward, "judge": file.judge}
-    tree = run.model_dump(mode="json", exclude={*own, "hints", "release"})  # hints are about training; none is made
+    tree = run.model_dump(mode="json", exclude={*own, "hints", "release"})  # hints are only for training
     sections = {name: section.model_dump(mode="json", exclude_defaults=True) for name, section in own.items()}
     return parse_config({**tree, **sections}, source=f"{place / SUITE_FILE} with the harness of {run.name}")
 
 
 def trial_name(config: RunConfig, suite: SuiteConfig) -> str:
-    """The name of a suite's tries: tries of another reward, or another rubric, have another one."""
+    """The name of a suite's tries: it depends on the reward and its rubrics."""
     digest = reward_digest(config)[:DIGEST_CHARACTERS]
     return f"{suite.name}-{digest}" if digest else suite.name
 
 
 def check_suites(run: RunConfig) -> None:
-    """Raise :class:`~etude.errors.ConfigError` for a suite of a run's release gate that could not be tried: it is not
-    there, has no task, or its judge is not to be trusted.
+    """Raise :class:`~etude.errors.ConfigError` for a suite of a run's release gate that cannot be run: it does not
+    exist, has no tasks, or its judge is not trusted.
     """
     for suite in run.release.suites:
         try:

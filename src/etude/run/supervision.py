@@ -1,8 +1,8 @@
-"""The supervisor's hands: it looks at the processes of a run through a launcher, and does what the reconciler decides.
+"""The supervisor observes the processes of a run through a launcher and executes what the reconciler decides.
 
-What becomes of a process that dies, falls silent or finds a full disk is decided in :mod:`etude.fleet.reconciler` and
-:mod:`etude.fleet.restarts`; the ledger, the weight store and the checkpoints make a restart safe for each of them. Each
-start is an event, and each restart is told at once, with its reason.
+The reaction to a process that dies, stops its heartbeat or finds a full disk is decided in
+:mod:`etude.fleet.reconciler` and :mod:`etude.fleet.restarts`; the ledger, the weight store and the checkpoints make a
+restart safe for each of them. Each start is an event, and each restart is reported at once, with its reason.
 """
 
 import time
@@ -22,16 +22,16 @@ from etude.telemetry.events import ProcessStarted
 from etude.telemetry.log import EventLog
 
 GROUP_GRACE_S = 3.0
-"""Longest time for what a dead member of a group leaves behind, or a silent process, to end before it is killed."""
+"""Grace time before SIGKILL for the other members of a group after one died, or for a process without heartbeat."""
 RECALL_GRACE_S = 0.5
-"""Longest time for an engine to end whose machine production takes back: its calls go on elsewhere anyhow."""
+"""Grace time for an engine whose machine production takes back: its calls continue on other engines anyway."""
 OUTAGE_S = 600.0
-"""Longest time for which a launcher's machines may be out of reach; what runs there goes on meanwhile."""
+"""Longest time for which a launcher's machines may be unreachable; their processes continue meanwhile."""
 
 
 @final
 class Supervisor:
-    """Processes of one run that run at the same time, across their restarts."""
+    """The concurrent processes of one run, across their restarts."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Supervisor:
         *,
         heartbeat_timeout_s: float,
     ) -> None:
-        """Take over what runs already; the first :meth:`check` places the rest. On a fleet, whose state ``placement``
-        has, it changes with the desired state.
+        """Adopt the processes that already run; the first :meth:`check` places the rest. On a fleet, whose state is in
+        ``placement``, the set of processes follows the desired state.
 
-        ``notify`` tells people, at once and also when nothing can be written, what happens to processes.
+        ``notify`` reports to the user what happens to processes, at once, even if nothing can be written to disk.
         """
         self._specs = tuple(specs)
         self._launcher = placement.launcher
@@ -55,7 +55,7 @@ class Supervisor:
         self._notify = notify
         self._state = placement.state
         self.fleet = placement.fleet
-        """The fleet that is followed."""
+        """The fleet currently followed."""
         self._specs_of = placement.specs_of
         self._lenders = RegionLenders(folder.path, notify)
         self._lenders.follow(placement.fleet, specs)
@@ -63,12 +63,13 @@ class Supervisor:
         self._incarnations: dict[str, set[str]] = {spec.name: set() for spec in specs}
         self._unreachable_s: float | None = None
         self.statuses: Mapping[str, ProcessStatus] = {}
-        """All processes, as they were seen last."""
+        """The last observed status of all processes."""
 
     def check(self) -> bool:
-        """Look, and restart what died; true once all that have an end have reached it, never if none has.
+        """Observe the processes and restart dead ones; true once all finite processes are done, never if there are
+        none.
 
-        Raises :class:`~etude.errors.EtudeError` where a restart would not help.
+        Raises :class:`~etude.errors.EtudeError` if a restart would not help.
         """
         if self._state is not None and (desired := self._state.changed()) is not None:
             self._follow(desired.fleet, self._specs_of(desired))
@@ -83,22 +84,22 @@ class Supervisor:
 
     @property
     def memory_bytes(self) -> int:
-        """Resident memory of all processes, as far as it is known."""
+        """Resident memory of all processes, where it is known."""
         return sum(status.memory_bytes for status in self.statuses.values())
 
     def stop(self) -> None:
-        """Stop all processes at once: first by signal, then by kill."""
+        """Stop all processes at once: first by a signal, then by SIGKILL."""
         self._lenders.close()
         self._launcher.remove(*(spec.name for spec in self._specs), grace_s=STOP_S)
 
     @property
     def _drained(self) -> frozenset[str]:
-        """Processes that are not to run: as somebody wishes, or because production has their machines."""
+        """Processes that must not run: drained by a user, or because production has their machines."""
         withheld = self._lenders.withheld
         return withheld if self._state is None else withheld | self._state.drained
 
     def _follow(self, fleet: FleetConfig, specs: Sequence[ProcessSpec]) -> None:
-        """Change what is to run, and say so."""
+        """Change the set of processes to run, and report the change."""
         before, after = ({spec.name for spec in some} for some in (self._specs, specs))
         changes = [f"{word} {', '.join(sorted(names))}" for word, names in
                    (("added:", after - before), ("removed:", before - after)) if names]  # fmt: skip
@@ -150,7 +151,7 @@ class Supervisor:
         )
 
     def _wait_for_launcher(self, error: LauncherUnavailable) -> None:
-        """Say so once, and raise the error again after :data:`OUTAGE_S`."""
+        """Report the outage once, and raise the error after :data:`OUTAGE_S`."""
         now_s = time.monotonic()
         if self._unreachable_s is None:
             self._unreachable_s = now_s

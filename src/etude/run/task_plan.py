@@ -1,10 +1,10 @@
-"""Plan of a run's training tasks: how many there are, how many epochs the steps need, how many tasks are held out.
+"""Plan of a run's training tasks: their number, the epochs that the steps need, and the held-out tasks.
 
     33 training tasks, 4 a step: 8.25 steps an epoch; 100 steps are 12.1 epochs
     7 held-out tasks
 
-Owns the arithmetic and what is refused before anything starts; the order of tasks is
-:mod:`etude.rollouts.task_order`'s.
+This module owns the arithmetic and the checks before the start; :mod:`etude.rollouts.task_order` owns the order of
+tasks.
 """
 
 from dataclasses import dataclass
@@ -26,23 +26,23 @@ class TaskPlan:
     steps: int
     groups_per_step: int
     epochs: int
-    """Most epochs, as the recipe says; 0: as many as are needed."""
+    """The recipe's maximum number of epochs; 0: as many as needed."""
     train: int | None
-    """Training tasks of an epoch; ``None``: without end."""
+    """Training tasks of an epoch; ``None``: infinite."""
     heldout: int | None
-    """Held-out tasks; ``None``: without end, or not needed."""
+    """Held-out tasks; ``None``: infinite or not needed."""
     selection: str = "in_order"
     """The way in which training tasks are chosen."""
     live: int = 0
-    """Groups, of those that so many steps would have, whose place users' sessions take."""
+    """Number of the steps' groups that are replaced by users' sessions."""
 
     @property
     def needed(self) -> int:
-        """Groups that the run trains on, a task each."""
+        """Number of groups that the run trains on, each with one task."""
         return self.steps * self.groups_per_step - self.live
 
     def describe(self) -> list[str]:
-        """The plan, a line each."""
+        """The plan as lines of text."""
         steps, each = self.steps, self.groups_per_step
         if self.train is None:
             live = f" − {self.live:,} of users" if self.live else ""
@@ -63,7 +63,9 @@ class TaskPlan:
         return lines if self.heldout is None else [*lines, f"{self.heldout:,} held-out tasks"]
 
     def check(self) -> None:
-        """Raise :class:`~etude.errors.ConfigError` where tasks are missing, on either side, or epochs too few."""
+        """Raise :class:`~etude.errors.ConfigError` if training or held-out tasks are missing, or the epochs do not
+        suffice.
+        """
         if self.train == 0:
             raise ConfigError(
                 "every task is held out, so that none is left to train on: hold out fewer (a larger "
@@ -87,7 +89,7 @@ class TaskPlan:
 
 
 def open_tasks(config: RunConfig) -> TaskFamily:
-    """The family of a recipe, opened to see that it can be. Raises :class:`~etude.errors.ConfigError`."""
+    """The opened task family of a recipe. Raises :class:`~etude.errors.ConfigError`."""
     try:
         return open_family(config)
     except UserError as error:
@@ -96,7 +98,7 @@ def open_tasks(config: RunConfig) -> TaskFamily:
 
 
 def plan_tasks(config: RunConfig, family: TaskFamily | None = None) -> TaskPlan:
-    """The plan of a recipe. Its ``family`` is opened for it unless it is open already, or endless.
+    """The plan of a recipe. Opens its family unless ``family`` is given or it is infinite.
 
     Raises :class:`~etude.errors.ConfigError` for tasks that cannot be read.
     """

@@ -1,8 +1,8 @@
 """The sandboxes of a run: a provider of the recipe's kind, and in it the environments of its tasks.
 
-    recipe ──▶ provider ──▶ warm pool, if there is to be one ──▶ services inside ──▶ EnvironmentTaskSandboxes.open(task)
+    recipe ──▶ provider ──▶ warm pool, if configured ──▶ services inside ──▶ EnvironmentTaskSandboxes.open(task)
 
-Owns the choice of leaves. Where images lie, how a sandbox is made and graded are the parts' own affair.
+This module chooses the implementations, which themselves store images, create sandboxes and grade.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import AnswerChecks, Checks, FunctionChecks, NamedChecks, QueryChecks, ScriptChecks, Task, TestChecks
 
 NOTHING: Mapping[str, Path] = MappingProxyType({})
-"""No mounts beside a task's environment."""
+"""No mounts in addition to a task's environment."""
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
-"""``tasks.graders`` of a recipe without graders of its own."""
+"""``tasks.graders`` of a recipe without its own graders."""
 WAITING_EACH = 16
-"""Requests that may wait for each sandbox of a warm pool."""
+"""Maximum waiting requests per sandbox of a warm pool."""
 IMAGES = "images"
-"""Folder of images beside the tasks of a folder."""
+"""Folder of images next to the tasks."""
 
 
 def base_store(config: SandboxConfig) -> ImageStore:
@@ -48,7 +48,7 @@ def base_store(config: SandboxConfig) -> ImageStore:
 
 
 def image_store(sandboxes: SandboxConfig, tasks: TaskConfig) -> ImageStore:
-    """The store of the tasks' images: beside them, or with the base systems."""
+    """The store of the tasks' images: next to the tasks, or with the base systems."""
     beside = Path(tasks.folder) / IMAGES
     return ImageStore(beside) if tasks.folder and beside.is_dir() else base_store(sandboxes)
 
@@ -56,8 +56,8 @@ def image_store(sandboxes: SandboxConfig, tasks: TaskConfig) -> ImageStore:
 def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
     """The provider of a recipe, over the base systems of ``store``; the caller closes it.
 
-    Raises :class:`~etude.errors.ConfigError` for one that this machine does not have, and for ``local``, which has no
-    machine around its files.
+    Raises :class:`~etude.errors.ConfigError` for a provider that this machine lacks, and for ``local``, which does not
+    isolate its files.
     """
     if config.kind == "local":
         raise ConfigError("sandboxes.kind = 'local' has no machine around its files: use ns")
@@ -66,8 +66,8 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
 
 
 def pool_limits(config: SandboxConfig) -> WarmPoolLimits:
-    """Limits of a recipe's warm pool: one start for each of this machine's cores, or no such bound where sandboxes are
-    made, and take memory, on other machines.
+    """Limits of a recipe's warm pool: one concurrent start per core of this machine, or no limit if sandboxes run on
+    other machines.
     """
     live = config.pool_size
     waiting = max(WarmPoolLimits().waiting, WAITING_EACH * live)
@@ -83,14 +83,14 @@ def open_kind(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
 
 
 class PlainTaskSandboxes:
-    """Sandboxes that hold a task's files and nothing else; a :class:`~etude.rollouts.worker.TaskSandboxes`."""
+    """Sandboxes with only a task's files; a :class:`~etude.rollouts.worker.TaskSandboxes`."""
 
     def __init__(self, provider: SandboxProvider) -> None:
-        """``provider`` stays the caller's to close."""
+        """The caller closes ``provider``."""
         self._provider = provider
 
     async def open(self, task: Task, *, gateway: str = "") -> Sandbox:
-        """A fresh sandbox with the task's files, which reaches nothing.
+        """A fresh sandbox with the task's files and no network.
 
         Raises :class:`~etude.errors.ConfigError` for one that needs more.
         """
@@ -110,10 +110,10 @@ class EnvironmentTaskSandboxes:
         beside: Mapping[str, Path] = NOTHING,
         reaches: bool = False,
     ) -> None:
-        """``provider`` is closed with this; ``beside`` are mounts that every agent is shown, no part of its task's
-        environment, and it ``reaches`` the gateway of its own session, if it calls the model from inside. Graders come
-        before rollouts where there is a pool: rollouts that wait for their grades hold sandboxes, and would hold all of
-        them for ever.
+        """``provider`` is closed with this; ``beside`` are mounts for every agent in addition to its task's
+        environment; with ``reaches``, a sandbox reaches the gateway of its session, for agents that call the model from
+        inside. In a pool, graders have priority over rollouts: rollouts that wait for their grades hold sandboxes, and
+        could hold all of them forever.
         """
         if isinstance(provider, SandboxPool):
             self.sandboxes = ServicedSandboxes(provider)
@@ -128,16 +128,16 @@ class EnvironmentTaskSandboxes:
         self._announcements: set[asyncio.Task[None]] = set()
 
     async def open(self, task: Task, *, gateway: str = "") -> Sandbox:
-        """A fresh sandbox as the task's environment says, its services up, with its files.
+        """A fresh sandbox with the task's environment, running services and files.
 
         Raises :class:`~etude.errors.SandboxError`, and :class:`~etude.errors.ConfigError` for a missing image.
         """
         return await self._open(task.files, task.environment or EnvironmentSpec(), gateway)
 
     def announce(self, task: Task, count: int) -> None:
-        """Let pools make ``count`` sandboxes of a task ready, on this machine or on hosts; a hint, without effect where
-        there are none, or where it is not known which gateway they have to reach. Those with services are forks of one
-        that is kept, which needs no announcement.
+        """Let pools prepare ``count`` sandboxes of a task, on this machine or on hosts. This is a hint, without effect
+        if there is no pool or if the gateway to reach is unknown. Sandboxes with services are forks of a retained one,
+        which needs no announcement.
         """
         environment = task.environment or EnvironmentSpec()
         is_known = not self._reaches or len(self._gateways) == 1
@@ -149,7 +149,7 @@ class EnvironmentTaskSandboxes:
     async def _announce(
         self, provider: SandboxPool | HostedSandboxes, environment: EnvironmentSpec, count: int
     ) -> None:
-        with suppress(EtudeError):  # who asks for the sandbox is told
+        with suppress(EtudeError):  # the later request reports the error
             spec = self._agents_spec(environment, next(iter(self._gateways), ""))
             if isinstance(provider, SandboxPool):
                 provider.announce(spec, count)
@@ -157,7 +157,7 @@ class EnvironmentTaskSandboxes:
                 await provider.announce(spec, count)
 
     async def open_empty(self, gateway: str = "") -> Sandbox:
-        """A sandbox as an agent's, of no task. Raises :class:`~etude.errors.SandboxError`."""
+        """An agent's sandbox without a task. Raises :class:`~etude.errors.SandboxError`."""
         return await self._open({}, EnvironmentSpec(), gateway)
 
     def spec_of(self, environment: EnvironmentSpec) -> SandboxSpec:
@@ -167,8 +167,8 @@ class EnvironmentTaskSandboxes:
     def grader(self, slack_s: float, answers: AnswerGrader, names: Mapping[str, str] = NO_NAMES) -> GraderByKind:
         """Grades any kind of checks in sandboxes of the same provider.
 
-        ``slack_s`` is what a grading may take beyond the task's own time: ``rollouts.grading_timeout_s``. ``answers``
-        stays the caller's to close; ``names`` are ``tasks.graders``.
+        ``slack_s`` is the time for grading in addition to the task's own time: ``rollouts.grading_timeout_s``. the
+        caller closes ``answers``; ``names`` are ``tasks.graders``.
         """
         graders: Mapping[type[Checks], Grader] = {
             FunctionChecks: FreshGrader(HiddenTests(), self._grading),
@@ -181,7 +181,7 @@ class EnvironmentTaskSandboxes:
         return GraderByKind(graders)
 
     async def _open_to_grade(self, task: Task) -> Sandbox:
-        """A fresh sandbox of a task for its grader, who is not shown what agents are."""
+        """A fresh sandbox of a task for its grader, without the additional mounts of agents."""
         environment = task.environment or EnvironmentSpec()
         return await self._grading.create(task.files, self.spec_of(environment), environment.services)
 

@@ -4,14 +4,14 @@
          ▲                                                   │
          └───────────────────── next step ◀──────────────────┘
 
-Every arrow is idempotent, and they happen in this order, so that after ``kill -9`` at any point the process starts
-again from what is on disk: a claimed batch is handed out again, a saved step is published again under the same digest,
-a published one is committed. No batch is lost and none is trained on twice. Of ``trainer.checkpoint_steps`` steps one
-has a checkpoint; the others are done again from the last one on their own batches, and must end in the digests that
-they were published with.
+Every arrow is idempotent, and the order is fixed, so after ``kill -9`` at any point the process restarts from the state
+on disk: a claimed batch is handed out again, a saved step is published again under the same digest, a published step is
+committed. No batch is lost and none is trained on twice. One step in ``trainer.checkpoint_steps`` has a checkpoint. The
+steps after the last checkpoint are repeated on the same batches, and must reproduce the digests with which they were
+published.
 
-A step may go on with other weights instead of a batch: with those that users have, after a candidate was taken back, or
-with a checkpoint that was proposed (``trainer.load``). It goes the same way.
+Instead of training on a batch, a step may load other weights: those that users have, after a candidate was rolled back,
+or a proposed checkpoint (``trainer.load``). Such a step takes the same path.
 """
 
 import logging
@@ -73,11 +73,11 @@ from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
 
 POLL_S = 0.02
-"""Interval at which the ledger is asked for a batch: a fraction of the shortest step."""
+"""Interval at which the ledger is polled for a batch: a fraction of the shortest step."""
 MAX_STOP_REASONS = 16
-"""Reasons of which the log speaks: another team's harness has as many as it has exit codes."""
+"""Maximum number of stop reasons in the log: an external harness has as many as it has exit codes."""
 MAX_EMPTY_STEPS = 3
-"""Steps in a row in which nothing could be trusted, after which training stops: a run is not watched all night."""
+"""Consecutive steps without a usable rollout after which training stops, since nobody may be watching the run."""
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class TrainerProcess(Closing):
         self.copies = CheckpointCopies(folder, outages)
         self._space = route_space(spec, self._numerics)
         self._empty_steps = 0
-        """Steps in a row, up to the newest, that had no rollout to learn from."""
+        """Consecutive steps, up to the newest, without a usable rollout."""
         self._heartbeat = Heartbeat()
         self._commits = StepCommits(
             folder=folder,
@@ -126,7 +126,7 @@ class TrainerProcess(Closing):
         self._recover()
 
     def close(self) -> None:
-        """Wait for what is done beside the steps."""
+        """Wait for the background work of publishing and copying."""
         self._commits.close()
 
     def run(self) -> None:
@@ -161,15 +161,15 @@ class TrainerProcess(Closing):
         self._commits.commit_published()
 
     def _fetch(self, step: int, groups: Sequence[Group]) -> list[Group]:
-        """A step's groups with their payloads, which are kept from now on."""
+        """Load a step's groups with their payloads, which are protected from deletion from now on."""
         self._commits.note(step, groups)
         return fetch_payloads(groups, self._payloads, self._space)
 
     def _train(
         self, step: int, groups: Sequence[Group], distillation: DistillationBatch
     ) -> tuple[Batch, dict[str, float]]:
-        """Take an optimiser step. What it does follows from its groups, those of steps before and the state it starts
-        from alone.
+        """Take an optimiser step. Its result depends only on its groups, those of earlier steps and the
+        initial state.
         """
         batch = batch_of(step, groups, self._penalties.of(groups), self.config, self._earlier(step))
         trajectories = scored(batch, self.config, self._probe, self._reference)
@@ -179,8 +179,8 @@ class TrainerProcess(Closing):
         return batch, metrics
 
     def _check_empty_step(self, batch: Batch) -> None:
-        """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in
-        a row; they are done, so a run that is resumed goes on behind them.
+        """Warn of a step without a usable rollout. Raises :class:`~etude.errors.UserError` after several in a row;
+        these steps are done, so a resumed run continues after them.
         """
         self._empty_steps = 0 if len(batch.rewards) else self._empty_steps + 1
         if not self._empty_steps:
@@ -195,8 +195,8 @@ class TrainerProcess(Closing):
             )
 
     def _recover(self) -> None:
-        """Go to where the previous process really got: to the newest checkpoint, through the steps behind it that are
-        committed, and on with one that was saved but not committed.
+        """Restore the state that the previous process reached: load the newest checkpoint, repeat the committed steps
+        after it, and commit a step that was saved but not committed.
         """
         done = self._ledger.progress().steps_done
         saved = self.trainer_group.saved
@@ -222,7 +222,7 @@ class TrainerProcess(Closing):
         self._commits.sweep()
 
     def _recall(self, version: int, done: int) -> None:
-        """Remember what a version sampled with; the newest must be there, as engines would wait for it for ever."""
+        """Load the weights that a version sampled with; the newest must exist, or engines would wait for it forever."""
         try:
             published = to_tensors(pull(self._log, version).state)
         except (DamagedError, UserError) as error:
@@ -234,9 +234,9 @@ class TrainerProcess(Closing):
         self._commits.remember(version, decoded_state(published, self._numerics))
 
     def _redo(self, saved: int, done: int) -> None:
-        """Take the committed steps behind the newest checkpoint again, each on the batch that the ledger has for it.
+        """Repeat the committed steps after the newest checkpoint, each on its batch from the ledger.
 
-        Raises :class:`~etude.errors.DamagedError` where a step cannot be done again, or ends in other weights.
+        Raises :class:`~etude.errors.DamagedError` if a step cannot be repeated or ends in different weights.
         """
         if saved < done:
             logger.warning("steps %d to %d are done again from the checkpoint of step %d", saved + 1, done, saved)
@@ -254,7 +254,9 @@ class TrainerProcess(Closing):
             self._commits.remember_policy(step, model)
 
     def _mismatch_probe(self) -> MismatchProbe | None:
-        """``None`` where nothing is scored again: alone, its scorer is a whole model in memory."""
+        """The probe of the recipe; ``None`` if nothing is scored again: without ranks, its scorer is a whole model in
+        memory.
+        """
         if not self.config.trainer.mismatch_share and self.config.loss.old_policy == "engine":
             return None
         versions = self.config.rollouts.max_staleness + 1
@@ -264,7 +266,7 @@ class TrainerProcess(Closing):
         return MismatchProbe.alone(scorer, self._numerics, versions=versions)
 
     def _open_reference(self) -> Reference | None:
-        """The weights that the policy is held to; they are not kept where leaving them costs nothing."""
+        """The reference weights of the loss; ``None`` if its coefficient for leaving them is zero."""
         loss = self.config.loss
         if not loss.needs_reference:
             return None
@@ -276,10 +278,10 @@ class TrainerProcess(Closing):
         return Reference.alone(scorer, published, self._numerics)
 
     def _load(self, step: int, load: Mapping[str, Json]) -> None:
-        """Take a step that goes on with other weights: what users have, or a checkpoint that was proposed.
+        """Take a step that loads other weights: those that users have, or a proposed checkpoint.
 
-        It trains on nothing, and is saved, published and committed as any other, so that it is redone whole after
-        ``kill -9`` until its checkpoint is there, and finished after that.
+        It does not train, but is saved, published and committed like any other step. After ``kill -9`` it is repeated
+        if its checkpoint does not exist yet, and finished otherwise.
         """
         self._commits.commit_published()
         version, checkpoint = load.get("version"), load.get("checkpoint", "")
@@ -289,7 +291,7 @@ class TrainerProcess(Closing):
         self._commits.commit_published()
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group] | None, float]:
-        """The groups of a step; ``None`` for one that loaded weights instead, and is done."""
+        """The groups of a step; ``None`` for a step that loaded weights instead and is done."""
         started_s = time.perf_counter()
         train, live = self._groups_of(step)
         while True:
@@ -306,17 +308,17 @@ class TrainerProcess(Closing):
             time.sleep(POLL_S)
 
     def _groups_of(self, step: int) -> tuple[int, int]:
-        """Numbers of simulated groups and of live sessions that a step's batch is made of."""
+        """Numbers of simulated groups and of live sessions in a step's batch."""
         batch = step - 1 - self._ledger.loads.count(step - 1)
         return self._plan.groups(TRAIN, batch), self._plan.groups(LIVE, batch)
 
     def _earlier(self, step: int) -> list[ObservedSession]:
-        """Live sessions of the steps before, that baselines learn from."""
+        """Live sessions of earlier steps, from which baselines are estimated."""
         live = self.config.live
         return self._ledger.live.observed(live.history, before_step=step) if live.groups_per_step else []
 
     def _selection_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """The metrics of the choice of tasks, where they were chosen."""
+        """Metrics of task selection, if the recipe selects tasks."""
         metrics: dict[str, float] = {}
         if self.config.rollouts.max_resamples:
             metrics["groups_resampled"] = self._ledger.resampled(step)
@@ -325,7 +327,7 @@ class TrainerProcess(Closing):
         return metrics
 
     def _shares(self, batch: Batch) -> list[list[MicroBatch]]:
-        """The batch divided evenly, each share in pieces that fit into memory."""
+        """The batch divided evenly, each share in micro-batches that fit into memory."""
         lengths = [len(trajectory.token_ids) for trajectory in batch.trajectories]
         max_tokens = self.config.trainer.microbatch_tokens * self.config.parallel.cp
         return pack(lengths, max_tokens=max_tokens, ranks=self.trainer_group.shares, cost=self._cost)
@@ -337,7 +339,7 @@ class TrainerProcess(Closing):
         return self._distillation_batcher.distillation(groups, shares=self.trainer_group.shares)
 
     def _measure_mismatch(self, step: int, groups: Sequence[Group]) -> Mismatch:
-        """Compare a share of the batch's rollouts, whether there is a signal in their rewards or not."""
+        """Compare trainer and engine on a sample of the batch's rollouts, with or without a signal in their rewards."""
         if self._probe is None:
             return NOTHING_COMPARED
         config = self.config.trainer
@@ -352,7 +354,7 @@ class TrainerProcess(Closing):
         return report.total
 
     def _check_mismatch(self, step: int, mismatch: Mismatch) -> None:
-        """Warn when the mismatch gets above the lower bound. Raises above the upper one, before anything is trained."""
+        """Warn when the mismatch rises above the lower bound. Raises above the upper bound, before any training."""
         before, self._level = (
             self._level,
             mismatch_level(mismatch, self._numerics, self._level),
@@ -370,7 +372,7 @@ class TrainerProcess(Closing):
 
 
 def selection_distance(groups: Sequence[Group]) -> float:
-    """Estimate, without bias, from one batch how far the draws of tasks are from all tasks alike: the total variation
+    """Estimate, without bias, from one batch the distance of the task draws from a uniform choice: the total variation
     distance ½ Σ |q − 1/N| is the mean of ½ |1 − w| over draws, w = 1 / (N q).
     """
     return sum(abs(1 - group.weight) for group in groups) / (2 * max(1, len(groups)))
@@ -383,7 +385,7 @@ def batch_of(
     config: RunConfig,
     earlier: Sequence[ObservedSession] = (),
 ) -> Batch:
-    """Build the batch of a step with the recipe's advantages, those of live sessions by ``earlier`` ones, too; a
+    """Build the batch of a step with the recipe's advantages; those of live sessions also use ``earlier`` sessions. A
     control run's rewards are shuffled first.
     """
     if not config.tasks.selection.importance_weights:
@@ -431,8 +433,8 @@ def scored(
 def fetch_payloads(groups: Sequence[Group], payloads: Payloads, space: RouteSpace | None) -> list[Group]:
     """Load every turn's routes and sampling masks of some groups into memory.
 
-    Where routes will be replayed (``space``) each record is proven once more to fit the model, since a wrong one would
-    credit the wrong experts without a sound. Raises :class:`~etude.errors.DamagedError` naming the rollout or the file.
+    If routes will be replayed (``space``), each record is checked again against the model, since a wrong one would
+    silently credit the wrong experts. Raises :class:`~etude.errors.DamagedError` naming the rollout or the file.
     """
     return [
         replace(group, rollouts=tuple(_fetched(rollout, payloads, space) for rollout in group.rollouts))
@@ -449,8 +451,8 @@ def _fetched(rollout: Rollout, payloads: Payloads, space: RouteSpace | None) -> 
 
 
 def _check_routes(turn: Turn, space: RouteSpace, checked: dict[int, int], where: str) -> None:
-    """Check the rows that no turn before had: those of a branch are views of one array, whose address is in ``checked``
-    with how many of its rows are known to be good.
+    """Check the rows that no earlier turn had. The turns of a branch are views of one array; ``checked`` maps its
+    address to the number of rows already checked.
     """
     if turn.routes is None:
         raise DamagedError(f"{where} has no routes to replay: set numerics.replay = 'off' or start a new run")
@@ -470,7 +472,7 @@ def run_trainer(folder: RunFolder) -> None:
         if grid is None or grid.rank == 0:
             lead(folder, grid)
         else:
-            outages = StoreOutages(folder.store, config.rollouts.max_outage_s)  # rank 0 tells people of them
+            outages = StoreOutages(folder.store, config.rollouts.max_outage_s)  # only rank 0 reports them
             build_trainer(folder, config, grid, open_log(folder, outages)).worker_loop()
 
 
@@ -489,7 +491,7 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
             process.copies,
             process.trainer_group,
             outages,
-        ):  # first of all nothing waits any more
+        ):  # closed in reverse: first ``outages``, so that no call still waits
             process.run()
 
 
@@ -514,13 +516,13 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def token_ages(staleness_N: Ids) -> list[int]:
-    """Count tokens by their staleness, from 0; those older than ``MOST_AGES`` tells apart are counted with its last."""
+    """Count tokens by their staleness, from 0; ages from ``MOST_AGES`` − 1 up share the last count."""
     return np.bincount(np.minimum(staleness_N, MOST_AGES - 1)).tolist() if len(staleness_N) else []
 
 
 def group_metrics(groups: Sequence[Group], ended: Mapping[str, int]) -> dict[str, float]:
-    """The spread of rewards within groups, the share of rollouts that a limit ended, by their reasons ``ended``, and
-    live sessions with their mean reward.
+    """The spread of rewards within groups, the share of rollouts that a limit stopped (by the counts ``ended`` of stop
+    reasons), and the number of live sessions with their mean reward.
     """
     rewards = [[each.reward for each in group.rollouts if each.reward is not None] for group in groups]
     spreads = [pstdev(some) for group, some in zip(groups, rewards, strict=True) if some and not group.is_live]

@@ -1,14 +1,15 @@
 """The ranks of one trainer: rank 0 decides and broadcasts commands, the others execute them.
 
     rank 0     claim batch ──▶ step ──▶ save ──▶ gather ──▶ publish, commit ──▶ …
-    the others     ▲ order       ▲ order   ▲ order     idle, until the next order
+    the others     ▲ command     ▲ command ▲ command   idle, until the next command
 
-Rank 0 alone knows the ledger, the weight log and the events. Before every act in which all ranks take part it sends an
-order, and a batch with it; everything else is the same on all ranks because it follows from the same orders. Orders are
-JSON and batches safetensors: nothing is unpickled. One process is a group of one, which sends nothing.
+Only rank 0 accesses the ledger, the weight log and the events. Before every collective operation it sends a command,
+with a batch if needed; everything else is equal on all ranks because it follows from the same commands. Commands are
+JSON and batches safetensors: nothing is unpickled. A single process is a group of one, which sends nothing.
 
-Rank 0 waits for batches; so that the others' wait has a deadline all the same, it says ``IDLE`` now and then. When a
-rank dies the others' next act fails, all of them are ended, and the next start goes on from the checkpoint.
+While rank 0 waits for batches it sends ``IDLE`` at intervals, so that the wait of the others can have a timeout. When a
+rank dies, the next operation of the others fails, all ranks are stopped, and the next start continues from the
+checkpoint.
 """
 
 import json
@@ -57,13 +58,13 @@ from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
 
 IDLE_S = 60.0
-"""Interval at which rank 0 tells the others that there is nothing to do: well within their timeout."""
+"""Interval at which an idle rank 0 sends ``IDLE`` to the others: well within their timeout."""
 
 
 ALL_EXACT: Mapping[str, torch.dtype] = MappingProxyType({})
-"""Types of a model that is published in those of its parameters."""
+"""Published types of a model that is published in the types of its parameters: no exceptions."""
 NOTHING = Totals(tokens=0, trajectories=0)
-"""Totals of commands that have no batch."""
+"""Totals of commands without a batch."""
 
 
 class CommandKind(StrEnum):
@@ -88,23 +89,25 @@ class GroupCommand:
     step: int = 0
     totals: Totals = NOTHING
     shares: tuple[tuple[MicroBatch, ...], ...] = ()
-    """For each share of the batch its micro-batches: indices of the trajectories that are sent along."""
+    """Micro-batches of each share of the batch: indices of the trajectories sent with the command."""
     examples: tuple[tuple[MicroBatch, ...], ...] = ()
-    """For each share its pieces of the examples: indices of pairs, student and teacher, that are sent behind them."""
+    """Micro-batches of each share of the examples: indices of the (student, teacher) pairs sent after
+    the trajectories.
+    """
     version: int | None = None
     """Weight version to load."""
     checkpoint: str = ""
-    """Folder to load a checkpoint from, where no version is named."""
+    """Folder to load a checkpoint from, if there is no ``version``."""
     is_published: bool = False
-    """Remember a version as it is in the log, not as the policy is."""
+    """Remember a version from the log instead of the current policy."""
     most: int = 0
-    """Versions to remember; 0: this one for good."""
+    """Number of versions to remember; 0: keep this one permanently."""
     replays: bool = False
-    """Score by the engine's routes."""
+    """Score with the engine's routes."""
 
 
 Weights: TypeAlias = Callable[[GroupCommand], CausalModel]
-"""Makes a model, whole and on the CPU, with the weights that a command to load names."""
+"""Creates a whole model on the CPU with the weights named by a load command."""
 
 
 @final
@@ -119,7 +122,7 @@ class TrainerGroup:
         weights: Weights,
         types: Mapping[str, torch.dtype] = ALL_EXACT,
     ) -> None:
-        """``types`` are as :func:`~etude.run.numerics.published_types` has them."""
+        """``types`` are the result of :func:`~etude.run.numerics.published_types`."""
         self._weights = weights
         self._policy = policy
         self._versions = RankVersions(policy.model)
@@ -130,7 +133,7 @@ class TrainerGroup:
 
     @property
     def shares(self) -> int:
-        """Into how many shares a batch is divided."""
+        """The number of shares into which a batch is divided."""
         return 1 if self._grid is None else self._grid.shares
 
     def __enter__(self) -> Self:
@@ -139,7 +142,9 @@ class TrainerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the others go. After an error they find out by themselves: it is not known what they are waiting for."""
+        """Release the other ranks. After an error they notice by themselves: rank 0 cannot know which operation they
+        wait in.
+        """
         if kind is None:
             self._broadcast(GroupCommand(kind=CommandKind.END))
         else:
@@ -147,16 +152,16 @@ class TrainerGroup:
 
     @property
     def saved(self) -> int:
-        """The newest step that has a checkpoint; 0: none."""
+        """The newest step with a checkpoint; 0: none."""
         return max(self._checkpoints.steps(), default=0)
 
     def restore(self, step: int) -> None:
-        """Go back to the checkpoint of ``step``. Raises as :meth:`Checkpoints.load` does."""
+        """Restore the checkpoint of ``step``. Raises as :meth:`Checkpoints.load` does."""
         self._broadcast(GroupCommand(kind=CommandKind.RESTORE, step=step))
         self._restore(step)
 
     def load(self, version: int | None, checkpoint: str) -> None:
-        """Go on with the weights of a version of the log, or else of a checkpoint folder, and with a new optimiser.
+        """Load the weights of a version of the log, or else of a checkpoint folder, with a new optimiser.
 
         Raises :class:`~etude.errors.DamagedError` for weights of another model.
         """
@@ -173,7 +178,7 @@ class TrainerGroup:
         before_update: Callable[[], None] = lambda: None,
         distillation: DistillationBatch = NO_DISTILLATION,
     ) -> dict[str, float]:
-        """One optimiser step on a batch and its hints, each divided into :attr:`shares`; metrics are of all ranks.
+        """One optimiser step on a batch and its hints, each divided into :attr:`shares`; the metrics cover all ranks.
 
         Raises as :meth:`PolicyTrainer.step` does, on every rank.
         """
@@ -190,14 +195,13 @@ class TrainerGroup:
         return self._step(command, everything, before_update)
 
     def save(self, step: int) -> Future[None]:
-        """Begin to write the checkpoint of ``step``, as :meth:`Checkpoints.start` does; the next step need not wait."""
+        """Start to write the checkpoint of ``step``, as :meth:`Checkpoints.start` does; the next step need not wait."""
         self._broadcast(GroupCommand(kind=CommandKind.SAVE, step=step))
         return self._save(step)
 
     def whole_model(self) -> CausalModel:
-        """The model with whole weights in the host's memory, rounded as they are published; the next call changes it.
-        Alone on the CPU it is the model itself, which the next step changes; so it is where an adapter is trained,
-        which is small.
+        """The model with whole weights in host memory, rounded as published; the next call overwrites it. For a single
+        process on the CPU, or a trained adapter, which is small, it is the model itself, which the next step changes.
         """
         policy = self._policy.model
         if self._grid is None and (policy.embedding.device.type == "cpu" or policy.adapters is not None):
@@ -208,8 +212,8 @@ class TrainerGroup:
         return model
 
     def remember(self, version: int, state: Mapping[str, Tensor] | None, *, most: int) -> None:
-        """Remember each rank's shards of a version: of the policy, or with a ``state`` of the one in the log; see
-        :meth:`~etude.trainer.version_scores.RankVersions.remember`.
+        """Remember each rank's shards of a version: those of the policy, or, with a ``state``, those of the version in
+        the log; see :meth:`~etude.trainer.version_scores.RankVersions.remember`.
         """
         command = GroupCommand(kind=CommandKind.REMEMBER, version=version, is_published=state is not None, most=most)
         self._broadcast(command)
@@ -217,7 +221,7 @@ class TrainerGroup:
 
     @property
     def versions(self) -> Collection[int]:
-        """The versions that are remembered."""
+        """The remembered versions."""
         return self._versions.numbers
 
     def score(self, version: int, rows: Sequence[Row], *, max_tokens: int, replays: bool) -> Rescored:
@@ -234,16 +238,16 @@ class TrainerGroup:
         return joint_scores(command, masked, self._versions, self._grid, self._policy.replay_floor)
 
     def idle(self, now_s: float) -> None:
-        """To be called while rank 0 waits, at monotonic seconds ``now_s``."""
+        """Send ``IDLE`` if it is due; to be called while rank 0 waits, with monotonic seconds ``now_s``."""
         if self._told_s is None or now_s - self._told_s >= IDLE_S:
             self._told_s = now_s
             self._broadcast(GroupCommand(kind=CommandKind.IDLE))
 
     def worker_loop(self) -> None:
-        """On all ranks but 0: do as rank 0 says, until it lets go."""
+        """Execute rank 0's commands until it releases this rank; for all ranks except 0."""
         heartbeat = Heartbeat()
         while (command := self._receive()).kind is not CommandKind.END:
-            heartbeat.beat()  # the ranks of another machine have a file of their own
+            heartbeat.beat()  # each machine has its own heartbeat file
             self._checkpoints.check()
             match command.kind:
                 case CommandKind.RESTORE:
@@ -270,7 +274,7 @@ class TrainerGroup:
         optimisation.restore(self._checkpoints.load(step, optimisation.like))
 
     def _load(self, command: GroupCommand) -> None:
-        """Copy a whole model's numbers into this rank's part of each tensor."""
+        """Copy a whole model's weights into this rank's part of each tensor."""
         chosen = self._weights(command).state_dict()
         with torch.no_grad():
             for name, place in self._policy.model.state_dict().items():
@@ -288,7 +292,7 @@ class TrainerGroup:
     def _step(
         self, command: GroupCommand, everything: Sequence[Trajectory], before_update: Callable[[], None]
     ) -> dict[str, float]:
-        """``everything`` is the batch and, behind it, the two views of each example."""
+        """Run a step; ``everything`` is the batch followed by the two views of each example."""
         share = 0 if self._grid is None else self._grid.share
         microbatches = [tuple(everything[index] for index in microbatch) for microbatch in command.shares[share]]
         views = everything[command.totals.trajectories :]
@@ -322,7 +326,7 @@ class TrainerGroup:
 def joint_scores(
     command: GroupCommand, rows: Sequence[Trajectory], versions: RankVersions, grid: Grid, floor: float
 ) -> Rescored:
-    """Score rows under a version: every rank its share, and all get to know all scores."""
+    """Score rows under a version: every rank scores its share, and all ranks receive all scores."""
     assert command.version is not None
     context = grid.context
     rows_scored = [np.zeros(len(row.token_ids), np.float32) for row in rows]
@@ -332,7 +336,7 @@ def joint_scores(
             scored = versions.score([rows[index] for index in indices], floor, context, replays=command.replays)
             pairs, flips = pairs + scored.pairs, flips + scored.flips
             for index, row in zip(indices, scored.logprobs, strict=True):
-                if context is None or context.rank == 0:  # the others of a context know the same
+                if context is None or context.rank == 0:  # the other ranks of a context have the same scores
                     rows_scored[index] = row
     scores_L = grid.summed(np.concatenate(rows_scored)) if rows_scored else np.zeros(0, np.float32)
     totals = grid.total([pairs, flips])
@@ -341,7 +345,7 @@ def joint_scores(
 
 
 def reduced(metrics: Mapping[str, float], grid: Grid) -> dict[str, float]:
-    """Reduce a step's metrics over all ranks, as their rows of the metrics table say."""
+    """Reduce a step's metrics over all ranks, each as defined in the metrics table."""
     names = [name for name in metrics if METRICS[name].reduction is not Reduction.NONE]
     totals = zip(names, grid.total([metrics[name] for name in names]), strict=True)
     return {**metrics, **{name: _reduced(METRICS[name], total, grid.world // grid.shares) for name, total in totals}}
@@ -355,7 +359,7 @@ def _reduced(metric: Metric, total: float, ranks_per_share: int) -> float:
 def build_trainer(
     folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog, base: FrozenBase | None = None
 ) -> TrainerGroup:
-    """Build this rank's part of the trainer, of an adapter where there is a ``base``. Raises as :func:`policy_model`
+    """Build this rank's part of the trainer; with a ``base``, it trains an adapter. Raises as :func:`policy_model`
     does.
     """
     context = None if grid is None else grid.context
@@ -369,7 +373,7 @@ def build_trainer(
 def weights_of(
     folder: RunFolder, config: RunConfig, log: WeightLog, base: FrozenBase | None, command: GroupCommand
 ) -> CausalModel:
-    """A model on the CPU with the weights that a command to load names. Raises as :func:`load_state` does."""
+    """A model on the CPU with the weights named by a load command. Raises as :func:`load_state` does."""
     model = training_model(load_spec(folder.model, config.model.impl), config.numerics, "cpu", base)
     if command.version is not None:
         load_state(model, decoded_state(to_tensors(pull(log, command.version).state), config.numerics))
@@ -382,9 +386,9 @@ def weights_of(
 def policy_model(
     folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog, base: FrozenBase | None = None
 ) -> CausalModel:
-    """Build the sharded model to train: with version 0's weights, or empty where a checkpoint has them.
+    """Build the sharded model to train: with version 0's weights, or empty if a checkpoint will fill it.
 
-    Raises :class:`~etude.errors.ConfigError` where it cannot be divided.
+    Raises :class:`~etude.errors.ConfigError` if it cannot be sharded.
     """
     torch.set_num_threads(config.trainer.threads)
     spec, numerics, device = load_spec(folder.model, config.model.impl), config.numerics, config.trainer.device
@@ -428,7 +432,7 @@ def rate_schedule(trainer: TrainerConfig) -> RateSchedule:
 
 
 def _fill(part: nn.Module, *, state: Mapping[str, Tensor] | None, device: str) -> None:
-    """Give a part of a model its memory, and its weights where there are any yet."""
+    """Allocate the memory of a part of a model, and load its weights from ``state``, if given."""
     materialise(part, device)
     if state is not None:
         fill(part, state.__getitem__)

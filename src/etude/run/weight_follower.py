@@ -29,27 +29,27 @@ from etude.weights.replica import PulledWeights
 POLL_S = 0.05
 """Seconds between two reads of the next version's commit record."""
 LOOK_S = 1.0
-"""Seconds between two looks for packs of a version that is not committed yet, and for versions behind a gap."""
+"""Pause between two polls for packs of an uncommitted version and for versions after a gap."""
 BACKOFF = Backoff(first_s=LOOK_S, longest_s=10.0)
-"""Between two tries to follow a log that cannot be followed."""
+"""Backoff between two attempts to follow a log after a failure."""
 RETRY_TIMEOUT_S = 3600.0
-"""Bound of these tries: a full-snapshot request is answered with the next version, and the steps of a large model take
-minutes.
+"""Time limit of these attempts: a full-snapshot request is answered with the next version, and steps of a large model
+take minutes.
 """
 LEASE_S = 30.0
-"""Seconds between two renewals of the lease on the served version, so that nothing the engine needs is collected."""
+"""Seconds between two renewals of the lease on the served version, so that nothing the engine needs is deleted."""
 
 logger = logging.getLogger(__name__)
 
 
 @final
 class WeightFollower:
-    """Updates one engine to the newest version of a log, or to the one that ``target`` names; one call at a time."""
+    """Updates one engine to the newest version of a log, or to the version of ``target``; one call at a time."""
 
     def __init__(
         self, log: WeightLog, options: ReceiveOptions, target: Callable[[], int | None] = lambda: None
     ) -> None:
-        """``target`` gives the version to serve now, older ones too; ``None`` for the newest there is."""
+        """``target`` returns the version to serve now, which may be an older one; ``None`` for the newest."""
         self._log = log
         self._target = target
         self._receiver = Receiver(log, options)
@@ -57,14 +57,14 @@ class WeightFollower:
         self._leased_s: float | None = None
 
     def start(self) -> PulledWeights:
-        """Fetch the version to open an engine with. May block for as long as the store is away."""
+        """Fetch the initial version of an engine. Blocks while the store is unavailable."""
         self._receiver.advance(self._target())
         pulled = self._receiver.weights()
         self._renew_lease(pulled.version)
         return pulled
 
     async def follow(self, updater: WeightUpdater, events: EventLog) -> None:
-        """Swap every new version in, for ever.
+        """Swap in every new version, forever.
 
         consumes: commit records; produces: swaps; waits for: the version after the one served; woken by: its own
         polling; on shutdown: cancelled between two polls.
@@ -75,12 +75,13 @@ class WeightFollower:
             await asyncio.to_thread(updater.settle)
 
     async def update(self, updater: WeightUpdater) -> tuple[float, float]:
-        """Move an engine to the newest version, or the one that is named, once that is another than what it serves.
+        """Update an engine to the newest or the target version, once that differs from the served one.
 
-        Returns the seconds in which that was fetched and staged, and those for which the engine paused. While no sound
-        way leads on, as while the store is away and waited for, the engine serves what it has: the receiver has left a
-        full-snapshot request for the publisher. Admission counts the version that is served, so the bound of staleness
-        holds and the run slows down by itself. Raises the damage after ``RETRY_TIMEOUT_S``, and what a swap raises.
+        Returns the seconds of fetching and staging, and the seconds for which the engine paused. While there is no
+        undamaged path to the version, or the store is unavailable, the engine serves its current version: the receiver
+        has left a full-snapshot request for the publisher. Admission uses the served version, so the staleness bound
+        holds and the run slows down automatically. Raises the damage after ``RETRY_TIMEOUT_S``, and the errors of a
+        swap.
         """
         arrival = await self._next_arrival(updater.version)
         started_s = time.perf_counter()
@@ -89,8 +90,8 @@ class WeightFollower:
         return stage_s, await swap()
 
     def close(self) -> None:
-        """Let go of the log."""
-        with suppress(InfrastructureError):  # a lease that is not renewed ends by itself
+        """Release the lease and the log."""
+        with suppress(InfrastructureError):  # a lease that is not renewed expires
             self._lease.release()
         self._receiver.close()
 
@@ -101,7 +102,7 @@ class WeightFollower:
         return updater.stage(WeightUpdate(weights=self._receiver.weights(), changed=changed))
 
     async def _next_arrival(self, served: int) -> Arrival:
-        """Wait for a version after ``served`` and bring the copy on the host to the newest there is."""
+        """Wait for a version after ``served`` and update the host copy to the newest version."""
         since_s, delays_s = None, BACKOFF.delays()
         while True:
             try:
@@ -120,7 +121,9 @@ class WeightFollower:
                 await asyncio.sleep(next(delays_s))
 
     async def _is_named(self, target: int, served: int) -> bool:
-        """Report whether another version is named than the one served; else pause, and keep what is served leased."""
+        """Report whether ``target`` differs from the served version; if not, pause and renew the lease on the served
+        one.
+        """
         if target != served:
             return True
         with suppress(InfrastructureError):
@@ -129,7 +132,7 @@ class WeightFollower:
         return False
 
     async def _is_behind(self, served: int) -> bool:
-        """Report whether there is a version after ``served``, after waiting for it as long as that alone pays."""
+        """Report whether there is a version after ``served``, after waiting for it for a bounded time."""
         looked_s = time.monotonic()
         while time.monotonic() - looked_s < LOOK_S:
             if await asyncio.to_thread(self._is_committed, served + 1):
@@ -139,7 +142,7 @@ class WeightFollower:
         return await asyncio.to_thread(self._log.latest, after=served) != served
 
     def _is_committed(self, version: int) -> bool:
-        """Report whether a version is there, be its record damaged: then there may be a way to a later one."""
+        """Report whether a version is committed, even with a damaged record: there may be a path to a later version."""
         try:
             return self._log.read(version) is not None
         except DamagedError:

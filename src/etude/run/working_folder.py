@@ -1,10 +1,11 @@
-"""Working folders: what a machine makes of a run that is at a URL, and what a run keeps there.
+"""Working folders: a machine's local copy of a run at a URL, and the upload of files to that URL.
 
     etude run RECIPE --at URL ──▶ working folder ──keep──▶ URL ──fetch──▶ working folder of another machine
 
 A working folder is a run folder like any other (:mod:`etude.run.folder`), with a file that says where the run is. It is
-a cache: it may be removed, and is made again from the URL. Of the set of files there the newest counts, whatever the
-folder has; files are fetched whole and by their digest. It lies below ``ETUDE_WORK``, or else in the user's cache.
+a cache: it may be removed, and is created again from the URL. The newest set of files at the URL is valid, whatever the
+folder contains; files are fetched whole and verified by digest. The folder is below ``ETUDE_WORK``, by default in the
+user's cache.
 """
 
 import hashlib
@@ -26,15 +27,15 @@ from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import StoredFiles, stored_file
 
 WORK_VARIABLE = "ETUDE_WORK"
-"""The environment variable with the folder for working folders."""
+"""Environment variable with the parent folder of working folders."""
 RECIPE_FILES = ("run.toml", LOG_ID, LEDGER_URL, FLEET_FILE, "plugins")
-"""Files, and folders of files, that make a run what it is."""
+"""Files and folders that define a run."""
 MODEL, REPORTS = ("model",), ("report.json", "report.html")
-"""Its model, which its phases leave, and its report."""
+"""The run's model, which its phases produce, and its report."""
 WEIGHTS = (".safetensors", ".bin")
-"""Suffixes of files that are of use to phases before the loop alone: the loop has weights from their log."""
+"""Suffixes of files that only the phases before the loop need: the loop reads weights from their log."""
 LOOP = frozenset({"serve", "gateway", "rollouts", "train"})
-"""Commands of the loop. Their processes are started again while others wait for them, and fetch what they need."""
+"""Commands of the loop. Others wait while their processes restart, so these only fetch what they need."""
 DIGITS = 12
 """Hexadecimal digits of a URL's SHA-256 in the name of its working folder."""
 FETCH_S = 3600.0
@@ -42,12 +43,12 @@ FETCH_S = 3600.0
 
 
 def open_run_folder(run: Path | str, *, writes: bool = True, process: ProcessName | None = None) -> RunFolder:
-    """Open a run by its folder or its URL; of a URL this makes the working folder, or brings it up to date.
+    """Open a run by its folder or its URL; for a URL, this creates or updates the working folder.
 
-    Who only reads (not ``writes``) gets no weights; a ``process`` of the run gets its own events alone. While the URL
-    is away, a working folder that is there will do for a process in a region: where that is cut off, processes are
-    started, too. Raises :class:`~etude.errors.RunFolderError` where there is no run, and
-    :class:`~etude.errors.DamagedError` for what is not whole.
+    A reader (not ``writes``) gets no weights; a ``process`` of the run gets only its own events. While the URL is
+    unavailable, a process in a region uses an existing working folder, so that processes can start in a region that is
+    cut off. Raises :class:`~etude.errors.RunFolderError` if there is no run, and :class:`~etude.errors.DamagedError`
+    for incomplete files.
     """
     if isinstance(run, Path) or not is_run_url(run):
         return RunFolder.open(Path(run), writes=writes)
@@ -70,8 +71,8 @@ def open_run_folder(run: Path | str, *, writes: bool = True, process: ProcessNam
 def create_run(
     url: str, config: RunConfig, data: DataPlan | None = None, tell: Callable[[str], None] = lambda line: None
 ) -> RunFolder:
-    """Make a new run at a URL, with copies of the data that its recipe names, and its working folder; ``tell`` is told
-    what is copied.
+    """Create a new run at a URL, with copies of its recipe's data, and its working folder; ``tell`` receives progress
+    messages.
 
     Raises as :func:`check_place`, :func:`~etude.run.data_copies.plan_data` and :meth:`RunFolder.create` do.
     """
@@ -84,11 +85,11 @@ def create_run(
 
 
 def check_place(url: str, config: RunConfig) -> None:
-    """Look whether a new run of a recipe can be at a URL, which is made where it is a folder.
+    """Check that a new run of a recipe can be created at a URL; a folder is created.
 
-    Raises :class:`~etude.errors.ConfigError`, :class:`~etude.errors.RunFolderError` where there is one,
-    :class:`~etude.errors.UserError` where objects can be overwritten and
-    :class:`~etude.errors.InfrastructureError` where nothing can be written.
+    Raises :class:`~etude.errors.ConfigError`, :class:`~etude.errors.RunFolderError` if there is a run already,
+    :class:`~etude.errors.UserError` if objects can be overwritten and :class:`~etude.errors.InfrastructureError` if
+    nothing can be written.
     """
     url = normal_url(url)
     if not config.ledger.url:
@@ -106,22 +107,22 @@ def check_place(url: str, config: RunConfig) -> None:
 
 
 def forget(folder: RunFolder) -> None:
-    """Remove a run that has not begun from its URL; does nothing for one without."""
+    """Remove a run that has not begun from its URL; does nothing for a run without one."""
     for name in (FILES, EVENTS, DATA) if folder.url else ():
         place = open_place(folder.url, name)
         place.delete(*place.list(""))
 
 
 def keep(folder: RunFolder, *names: str, outages: StoreOutages | None = None) -> None:
-    """Keep files of a run, and those below folders, at its URL as they are now; does nothing for a run without one.
+    """Upload the current files and folders ``names`` of a run to its URL; does nothing for a run without one.
 
-    The other files of the newest set stay in it, whoever else keeps some at the same time.
+    The other files of the newest set stay in it, even with concurrent uploads.
     """
     KeptFiles(folder, FILES, outages).keep(*names)
 
 
 def working_path(url: str, below: Path | None = None) -> Path:
-    """The working folder of a run at a normal URL, on this machine; or ``below`` another folder for such."""
+    """The working folder of a run at a normal URL, on this machine; or below the folder ``below``."""
     chosen = str(below or os.environ.get(WORK_VARIABLE, ""))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:DIGITS]}"

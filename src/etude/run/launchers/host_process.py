@@ -1,7 +1,7 @@
-"""One process on this machine: started, looked at, stopped. All launchers that run here start processes by it.
+"""One process on this machine: start, status, stop. All launchers that start processes on a machine use it.
 
-A process leads a session and a process group of its own: Ctrl-C reaches the supervisor alone, and what a process
-started is killed with it. The kernel ends it when the thread that started it does, so it never outlives its launcher.
+A process leads its own session and process group: Ctrl-C only reaches the supervisor, and the children of a process are
+killed with it. The kernel ends the process when the thread that started it ends, so it never outlives its launcher.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ from etude.run.heartbeat import HEARTBEAT_VARIABLE
 from etude.run.parent import PR_SET_PDEATHSIG, SUPERVISOR_VARIABLE
 
 THREADING = {"GOMP_SPINCOUNT": "1000"}
-"""Time that an OpenMP thread spins before it sleeps. By default it spins on for milliseconds; on a machine whose cores
-are also wanted by others that made two-threaded training ten times slower, and this short spin costs 5 % when idle.
+"""Time that an OpenMP thread spins before it sleeps. The default is milliseconds, which made two-threaded training ten
+times slower on a machine with busy cores; this short spin costs 5 % on an idle machine.
 """
 LOG_TAIL_BYTES = 64 * 1024
-"""Read of a log for its last line."""
+"""Bytes read from the end of a log to find its last line."""
 
 
 @final
@@ -31,7 +31,7 @@ class HostProcess:
     """One incarnation of a process; its output is appended to ``log``, its heartbeats are the times of a file."""
 
     def __init__(self, spec: ProcessSpec, *, log: Path, heartbeat: Path, environment: Mapping[str, str]) -> None:
-        """Start it; ``environment`` is what its spec does not say."""
+        """Start it; ``environment`` adds variables that are not in its spec."""
         self.log = log
         self._heartbeat = heartbeat
         heartbeat.touch()
@@ -60,7 +60,7 @@ class HostProcess:
         return self._process.poll() is not None
 
     def status(self) -> ProcessStatus:
-        """Describe it right now."""
+        """Its current status."""
         exit_status = self._process.poll()
         return ProcessStatus(
             incarnation=self._incarnation,
@@ -74,7 +74,7 @@ class HostProcess:
         )
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM, if it still runs."""
+        """Send SIGTERM if it is still running."""
         if not self.has_ended:
             self._process.terminate()
 
@@ -93,7 +93,7 @@ class HostProcess:
             return 0
 
     def _memory_bytes(self) -> int:
-        """Resident memory; 0 where the system does not say."""
+        """Resident memory; 0 if the system does not report it."""
         try:
             resident_pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
         except (OSError, IndexError):
@@ -102,7 +102,7 @@ class HostProcess:
 
 
 def stop_all(processes: Collection[HostProcess], grace_s: float) -> None:
-    """Stop processes, all at once: first by signal, then, after ``grace_s``, by kill."""
+    """Stop all processes at once: with SIGTERM, and after ``grace_s`` with SIGKILL."""
     for process in processes:
         process.ask_to_stop()
     deadline_s = time.monotonic() + grace_s
@@ -111,7 +111,7 @@ def stop_all(processes: Collection[HostProcess], grace_s: float) -> None:
 
 
 def host_process(spec: ProcessSpec, folder: Path, environment: Mapping[str, str]) -> HostProcess:
-    """Start a process whose log and heartbeat are where a run's ``folder`` has them."""
+    """Start a process with its log and heartbeat file in a run's ``folder``."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     heartbeat = folder / f".{spec.name}.beat"
@@ -119,13 +119,13 @@ def host_process(spec: ProcessSpec, folder: Path, environment: Mapping[str, str]
 
 
 def command_line(spec: ProcessSpec) -> list[str]:
-    """The command line of a process; one of étude's own is started by this interpreter."""
+    """The command line of a process; étude's own commands use this interpreter."""
     program, *arguments = spec.command
     return [sys.executable, "-m", "etude", *arguments] if program == ETUDE else [program, *arguments]
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log: the process's own, if there is one, and not that of a program that ran it."""
+    """The last line of a log, preferably the process's own rather than one of a wrapper program."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
@@ -137,6 +137,6 @@ def last_line(log: Path) -> str:
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """The call between fork and exec; its library is loaded before, since little is safe after a fork."""
+    """The function to call between fork and exec; its library is loaded before, since little is safe after a fork."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     return (lambda: None) if prctl is None else lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

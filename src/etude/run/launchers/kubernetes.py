@@ -1,16 +1,16 @@
 """The launcher ``kubernetes``: manifests for a cluster that starts and keeps the processes itself.
 
-    before the loop   Job               one phase after another, as init containers, the parity gate last
-    train             JobSet            a pod a node; all restart when one fails
-    serve             LeaderWorkerSet   the group's number is the replica; lent ones have a class of low priority
-    gateway           StatefulSet       sessions are in its memory, so it is reached by its own name
+    before the loop   Job               one phase after another as init containers, the parity gate last
+    train             JobSet            one pod per node; all restart when one fails
+    serve             LeaderWorkerSet   the group's number is the replica; lent engines have a low priority class
+    gateway           StatefulSet       its sessions are in memory, so it is addressed by name
     rollouts          Job, indexed      it ends when the run does
-    relay             Deployment        which one is active they settle among themselves
+    relay             Deployment        the replicas elect the active one themselves
     sandboxes         StatefulSet       privileged: it makes namespaces
 
-A folder for each region, and one for what comes before the loop; each is a base of Kustomize, to be applied as it is or
-by an overlay. Secrets are referred to by name and are in no file.
-JobSet (jobset.x-k8s.io) and LeaderWorkerSet (leaderworkerset.x-k8s.io) have to be installed in the cluster.
+There is one folder per region and one for the phases before the loop; each is a Kustomize base, to be applied directly
+or through an overlay. Secrets are referenced by name and are in no file. The cluster needs JobSet (jobset.x-k8s.io) and
+LeaderWorkerSet (leaderworkerset.x-k8s.io).
 """
 
 import shlex
@@ -26,16 +26,16 @@ from etude.run.process_name import ProcessName
 from etude.types import Json
 
 PHASES, MANIFESTS = "phases", "processes.yaml"
-"""The folder of what comes before the loop; the file of each folder with its objects."""
+"""The folder of the phases before the loop; the file of each folder with its objects."""
 LENT_CLASS = "etude-lent"
 """Priority class of engines on machines that production takes back."""
 LENT_PRIORITY = -10
 GRACE_S = 30
-"""Seconds that a pod gets to end."""
+"""Grace period of a pod in seconds."""
 RESTARTS = 100
-"""Restarts of a trainer, or of a rollouts process, before Kubernetes gives it up."""
+"""Number of restarts of a trainer or a rollouts process before Kubernetes gives up."""
 REPLICA = "REPLICA"
-"""Environment variable with a pod's number among its like."""
+"""Environment variable with a pod's replica number."""
 JOB_INDEX, POD_INDEX = "batch.kubernetes.io/job-completion-index", "apps.kubernetes.io/pod-index"
 INDEX_LABELS = {
     "serve": "leaderworkerset.sigs.k8s.io/group-index",
@@ -45,19 +45,19 @@ INDEX_LABELS = {
     "midtrain": JOB_INDEX,
     "sft": JOB_INDEX,
 }
-"""Command → the label of its pods with their number."""
+"""Command → the pod label with the replica number."""
 NUMBERED = frozenset({"serve", "gateway", "rollouts"})
-"""Commands that are told their number by ``--replica``."""
+"""Commands that get their replica number with ``--replica``."""
 Manifest = dict[str, Json]
 
 
 def render_manifests(
     phases: Sequence[ProcessSpec], loop: Sequence[ProcessSpec], fleet: FleetConfig, run: str
 ) -> dict[str, str]:
-    """Write the manifests of a run: file name → YAML. ``run`` is its short name, a part of all names.
+    """Write the manifests of a run: file name → YAML. ``run`` is its short name, which is part of all names.
 
-    Where one cluster has several regions, their names are, too. Raises :class:`~etude.errors.ConfigError` for a cluster
-    that is not told of.
+    If one cluster has several regions, the names contain the region too. Raises :class:`~etude.errors.ConfigError` if
+    the cluster has no image.
     """
     cluster = fleet.kubernetes
     if not cluster.image:
@@ -71,7 +71,7 @@ def render_manifests(
 
 
 def _kustomization(cluster: KubernetesConfig) -> Manifest:
-    """The base of an overlay: what a cluster of one's own changes most, in the places where Kustomize has it."""
+    """The Kustomize base, with the settings that users change most often in their standard fields."""
     base: Manifest = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -83,16 +83,16 @@ def _kustomization(cluster: KubernetesConfig) -> Manifest:
 
 
 def _image(reference: str) -> Manifest:
-    """The name of an image, by which overlays replace it, with its tag or digest."""
+    """The name of an image, which overlays replace, with its tag or digest."""
     place, _, digest = reference.partition("@")
-    folder, slash, last = place.rpartition("/")  # a port of the registry is no tag
+    folder, slash, last = place.rpartition("/")  # a registry port is not a tag
     name, _, tag = last.partition(":")
     image: Manifest = {"name": f"{folder}{slash}{name}"}
     return image | ({"digest": digest} if digest else {"newTag": tag} if tag else {})
 
 
 class _Plain(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without types
-    """Writes every value where it stands, without anchors: people read manifests."""
+    """YAML dumper without anchors and aliases, since people read manifests."""
 
     def ignore_aliases(self, data: object) -> bool:
         """Yes."""
@@ -131,7 +131,7 @@ def _region(specs: Sequence[ProcessSpec], cluster: KubernetesConfig, run: str) -
 
 
 class PodTemplate:
-    """Pods that are alike but for their number, and the objects that keep them."""
+    """Pods that differ only in their number, and the objects that manage them."""
 
     def __init__(
         self, cluster: KubernetesConfig, run: str, name: str, command: str, replicas: Sequence[ProcessSpec]
@@ -148,7 +148,7 @@ class PodTemplate:
         }
 
     def job_set(self) -> Manifest:
-        """The nodes of a trainer, which find each other by the name of the first pod."""
+        """The nodes of a trainer, which find each other through the name of the first pod."""
         return self.job_set_of([self.replicated_job("")])
 
     def job_set_of(self, jobs: Sequence[Json]) -> Manifest:
@@ -160,7 +160,7 @@ class PodTemplate:
         })  # fmt: skip
 
     def replicated_job(self, before: str) -> Manifest:
-        """One group of nodes, which begins when the group ``before`` is complete, where one is named."""
+        """One group of nodes, which starts when the group ``before``, if any, is complete."""
         job: Manifest = {"name": self.group, "replicas": 1}
         if before:
             job["dependsOn"] = [{"name": before, "status": "Complete"}]
@@ -168,7 +168,7 @@ class PodTemplate:
 
     @property
     def group(self) -> str:
-        """The name of its nodes within a job set."""
+        """The name of these nodes within a job set."""
         return "node" if self._command == "train" else self._command
 
     def job(self) -> Manifest:
@@ -176,14 +176,14 @@ class PodTemplate:
         return self._object("batch/v1", "Job", {**self._job_spec(), "backoffLimit": RESTARTS})
 
     def leader_worker_set(self) -> Manifest:
-        """Engines; each is a group of one pod as yet."""
+        """Engines; each is currently a group of one pod."""
         return self._object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", {
             "replicas": len(self._replicas),
             "leaderWorkerTemplate": {"size": 1, "workerTemplate": self._pod("Always")},
         })  # fmt: skip
 
     def stateful_set(self) -> Manifest:
-        """Processes that others call by their own names."""
+        """Processes that are addressed by their own names."""
         return self._object("apps/v1", "StatefulSet", {
             "serviceName": self._name,
             "replicas": len(self._replicas),
@@ -193,7 +193,7 @@ class PodTemplate:
         })  # fmt: skip
 
     def service(self) -> Manifest:
-        """The service without an address that gives pods their names."""
+        """The headless service that gives pods their names."""
         return self._object("v1", "Service", {
             "clusterIP": "None",
             "selector": self._labels,
@@ -213,7 +213,7 @@ class PodTemplate:
         return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
     def _job_spec(self) -> Manifest:
-        """A pod for each; one that met what no restart repairs fails the whole job."""
+        """One pod per process; an error that no restart repairs fails the whole job."""
         return {
             "completionMode": "Indexed",
             "completions": len(self._replicas),
@@ -260,7 +260,7 @@ class PodTemplate:
         return container
 
     def _command_line(self) -> list[Json]:
-        """The command of all replicas alike: their number is in their environment."""
+        """The command, equal for all replicas: the replica number is in the environment."""
         command, first = self._spec.command, ProcessName.parse(self._spec.name).replica
         if self._command not in NUMBERED:
             return [*command]
@@ -287,7 +287,7 @@ def _without_replica(command: Sequence[str]) -> list[str]:
 
 
 def _rendezvous(group: GroupMember, host: str, index: Json) -> list[Json]:
-    """The environment of a group's members, whose rank is the number of their pod."""
+    """The environment of a group's members; the rank is the pod's number."""
     environment = group.rendezvous(host)
     return [
         {"name": name, "valueFrom": index} if name == "PET_NODE_RANK" else {"name": name, "value": value}
@@ -306,7 +306,7 @@ def _resources(resources: Resources, gpu: str) -> Manifest:
 
 
 def _phases(specs: Sequence[ProcessSpec], cluster: KubernetesConfig, run: str) -> Manifest:
-    """One job set, whose groups begin one after the other: the nodes of each phase."""
+    """One job set with the nodes of each phase as a group; the groups run one after another."""
     phases = groupby(specs, key=lambda spec: ProcessName.parse(spec.name).command)
     pods = [PodTemplate(cluster, run, f"{run}-phases", command, [*nodes]) for command, nodes in phases]
     before = ["", *(one.group for one in pods)]

@@ -9,25 +9,25 @@ from etude.fleet.specs import ProcessSpec, ProcessStatus
 from etude.run.launchers.host_process import HostProcess, host_process, stop_all
 
 LOOPBACK = "127.0.0.1"
-"""Address at which the members of a group meet."""
+"""Rendezvous address of a group's members."""
 
 
 @final
 class LocalLauncher:
-    """Starts processes here. They end with this process, however it ends."""
+    """Starts processes on this machine. They end with this process, however it ends."""
 
     def __init__(self, options: Section, context: LaunchContext) -> None:
-        """There are no options."""
+        """``options`` is empty."""
         self._folder = context.folder
         self._processes: dict[str, HostProcess] = {}
 
     @property
     def spans_regions(self) -> bool:
-        """True: this machine stands for all."""
+        """True: this machine hosts all regions."""
         return True
 
     def place(self, spec: ProcessSpec) -> None:
-        """Start a process, unless it runs. Its secrets are in the environment of this one."""
+        """Start a process unless it runs. It inherits its secrets from this process's environment."""
         process = self._processes.get(spec.name)
         if process is not None and not process.has_ended:
             return
@@ -35,9 +35,9 @@ class LocalLauncher:
         self._processes[spec.name] = host_process(spec, self._folder, group)
 
     def remove(self, *names: str, grace_s: float) -> None:
-        """Stop processes: first by signal, then by kill."""
+        """Stop processes with SIGTERM, then SIGKILL."""
         stop_all([self._processes.pop(name) for name in names if name in self._processes], grace_s)
 
     def look(self) -> Mapping[str, ProcessStatus]:
-        """Describe them right now."""
+        """The current status of all processes."""
         return {name: process.status() for name, process in self._processes.items()}

@@ -1,12 +1,13 @@
 """The launcher ``ray``: each process has a detached actor on a machine of a Ray cluster, which starts it there.
 
-    supervisor ──place──▶ named actor, by resources and region ──▶ HostProcess, in a process group of its own
+    supervisor ──place──▶ named actor, by resources and region ──▶ HostProcess, in its own process group
 
-Ray places and keeps; it carries no data: processes find each other as they do anywhere. An actor outlives the
-supervisor, and its process never outlives the actor. Where a machine is lost, Ray starts the actors of single
-processes elsewhere; a group is the supervisor's to restart, whole. The names of a run are a namespace of the cluster.
+Ray only places and restarts processes; it carries no data, and processes find each other as with any launcher. An actor
+outlives the supervisor, and its process never outlives the actor. If a machine is lost, Ray restarts the actors of
+single processes elsewhere; the supervisor restarts a group as a whole. Each run has its own namespace in the cluster.
 
-A cluster wants the token of ``RAY_AUTH_MODE=token`` from everybody, this launcher included: Ray reads it itself.
+With ``RAY_AUTH_MODE=token``, the cluster requires a token from every client including this launcher; Ray reads it
+itself.
 """
 
 import logging
@@ -38,9 +39,9 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("Ray is not installed: pip install -e '.[ray]'") from error
 
 LOOK_S = 1.0
-"""Longest wait for all actors to say how their processes are; one that does not answer has no machine yet."""
+"""Longest wait for the status of all actors; an actor that does not answer has no machine yet."""
 REMOVE_S = 5.0
-"""Longest time that an actor may take beyond the grace of its process."""
+"""Longest time that an actor may need in addition to its process's grace time."""
 GIB = 1024**3
 
 
@@ -49,21 +50,21 @@ class ProcessActor:
     """Holds one process on its machine, as a Ray actor; the process ends with it."""
 
     def __init__(self, spec: ProcessSpec, folder: str, secrets: Mapping[str, str]) -> None:
-        """Start it. Its output and its heartbeats are files below ``folder``, which is made on that machine."""
+        """Start the process. Its output and heartbeats are files below ``folder``, which is created on that machine."""
         self._spec, self._folder, self._secrets = spec, Path(folder), secrets
         self._process = self._start()
 
     def start(self) -> None:
-        """Start it again, if it ended."""
+        """Restart the process if it has ended."""
         if self._process.has_ended:
             self._process = self._start()
 
     def status(self) -> ProcessStatus:
-        """Describe it, with this machine's address."""
+        """The status of the process, with this machine's address."""
         return replace(self._process.status(), host=get_node_ip_address())
 
     def stop(self, grace_s: float) -> None:
-        """Stop it and its process group."""
+        """Stop the process and its process group."""
         stop_all([self._process], grace_s)
 
     def _start(self) -> HostProcess:
@@ -79,10 +80,10 @@ def _first_host() -> str:
 
 @final
 class RayLauncher:
-    """Places processes on the Ray cluster that this machine belongs to, or that is at an address."""
+    """Places processes on the Ray cluster of this machine, or on the one at an address."""
 
     def __init__(self, options: RayOptions, context: LaunchContext) -> None:
-        """Connect. Raises :class:`~etude.fleet.launcher.LauncherUnavailable` where there is no cluster."""
+        """Connect. Raises :class:`~etude.fleet.launcher.LauncherUnavailable` if there is no cluster."""
         self._label = options.region_label
         self._folder = str(context.folder.absolute())
         self._namespace = f"etude-{context.run}"
@@ -98,15 +99,15 @@ class RayLauncher:
 
     @property
     def spans_regions(self) -> bool:
-        """True if one cluster has the machines of all regions, by a label of theirs."""
+        """True if one cluster has the machines of all regions, marked by a label."""
         return bool(self._label)
 
     def place(self, spec: ProcessSpec) -> None:
-        """Give a process an actor, unless it has one; a machine with room is Ray's to find."""
+        """Create an actor for a process, unless it has one; Ray finds a machine with free resources."""
         with _reaching("the cluster"):
             actor = self._actor(spec.name)
             if actor is not None:
-                with suppress(GetTimeoutError, RayActorError):  # no machine yet, or Ray is moving it: it starts there
+                with suppress(GetTimeoutError, RayActorError):  # no machine yet, or Ray is moving it: it starts later
                     ray.get(actor.start.remote(), timeout=LOOK_S)
                 return
             secrets = {name: os.environ[name] for name in spec.secrets if name in os.environ}
@@ -119,7 +120,7 @@ class RayLauncher:
             ).remote(spec, self._folder, secrets)
 
     def remove(self, *names: str, grace_s: float) -> None:
-        """Let the actors stop their processes, then end the actors; a group's places are given back."""
+        """Stop the processes through their actors, end the actors, and release a group's resources."""
         with _reaching("the cluster"):
             actors = {name: actor for name in names if (actor := self._actor(name)) is not None}
             stopping = [actor.stop.remote(grace_s) for actor in actors.values()]
@@ -133,7 +134,7 @@ class RayLauncher:
             self._await_gone(actors)
 
     def look(self) -> Mapping[str, ProcessStatus]:
-        """Ask all actors of the run at once."""
+        """Query all actors of the run at once."""
         with _reaching("the cluster"):
             actors = {name: self._actor(name) for name in self._names()}
             answers = {name: actor.status.remote() for name, actor in actors.items() if actor is not None}
@@ -142,7 +143,9 @@ class RayLauncher:
             return {name: _answer(answer) for name, answer in answers.items()}
 
     def _needs(self, spec: ProcessSpec) -> dict[str, Any]:
-        """Arguments by which Ray finds a machine: a part of one in the region, or the own place within a group."""
+        """Resource arguments for Ray: a share of a machine in the region, or a bundle of the group's
+        placement group.
+        """
         resources, region = spec.resources, {self._label: spec.region} if self._label else {}
         if spec.group is None:
             needs: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
@@ -171,21 +174,21 @@ class RayLauncher:
             return None
 
     def _group(self, name: str) -> Any:
-        """The placement group of a group of processes, which has the name of its first one; or ``None``."""
+        """The placement group of a process group, named after its first process; or ``None``."""
         try:
             return get_placement_group(name)
         except ValueError:
             return None
 
     def _await_gone(self, names: Mapping[str, Any]) -> None:
-        """Wait until the names are free: Ray ends actors by and by."""
+        """Wait until the names are free: Ray ends actors asynchronously."""
         deadline_s = time.monotonic() + REMOVE_S
         while time.monotonic() < deadline_s and not names.keys().isdisjoint(self._names()):
             time.sleep(0.05)
 
 
 def _answer(answer: Any) -> ProcessStatus:
-    """The status that an actor answered by now."""
+    """The status in an actor's answer."""
     try:
         status: ProcessStatus = ray.get(answer, timeout=0)
     except GetTimeoutError:
@@ -197,7 +200,7 @@ def _answer(answer: Any) -> ProcessStatus:
 
 @contextmanager
 def _reaching(place: str) -> Iterator[None]:
-    """Name the cluster in what goes wrong on the way to it."""
+    """Add the cluster's address to connection errors."""
     try:
         yield
     except (RayError, ConnectionError) as error:
@@ -206,5 +209,5 @@ def _reaching(place: str) -> Iterator[None]:
 
 
 def _token_hint() -> str:
-    """The fix of an error that a cluster with tokens gives to one without."""
+    """The fix for the error of a cluster that requires a token."""
     return "" if "RAY_AUTH_MODE" in os.environ else "; if it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"

@@ -1,8 +1,8 @@
 """The launcher ``slurm``: one sbatch file for a whole run, which is one heterogeneous job.
 
-Each command is a component of the job, with machines as it needs them; a process is a task, whose number is its
-replica. A shell loop beside each starts it again, as long as a restart may help. The trainer's tasks are started again
-as one step, since a group restarts whole. The job ends when trainer and rollouts have done their work.
+Each command is a component of the job with the machines that it needs; a process is a task, whose number is its
+replica. A shell loop around each task restarts it as long as that may help. The trainer's tasks are restarted as one
+step, since a group restarts as a whole. The job ends when trainer and rollouts are done.
 """
 
 import shlex
@@ -15,7 +15,7 @@ from etude.fleet.specs import GroupMember, ProcessSpec
 from etude.run.process_name import ProcessName
 
 PAUSE_S = 5
-"""Seconds before a process is started again."""
+"""Seconds before a process is restarted."""
 HEAD = """\
 # What this job runs was planned from a recipe and a fleet by `etude fleet render`.
 set -u
@@ -97,7 +97,7 @@ def _phase(index: int, spec: ProcessSpec) -> list[str]:
 
 
 def _group_step(index: int, spec: ProcessSpec, group: GroupMember, *, then: str) -> list[str]:
-    """The shell lines of nodes that begin and end together."""
+    """The shell lines of nodes that start and end together."""
     host = f'$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{index}" | head -n 1)'
     met = " ".join(f"{name}={value}" for name, value in group.rendezvous(host).items() if name != "PET_NODE_RANK")
     task = f"PET_NODE_RANK=$SLURM_PROCID exec {shlex.join(spec.command)}"
