@@ -103,7 +103,7 @@ class GenerationRequest:
         return self.params.want_routes or self.params.truncates
 
     def params_of(self, index: int) -> SamplingParams:
-        """The parameters of one reply. Each reply derives its own seed from the caller's, so that the replies differ."""
+        """The parameters of one reply. Its seed is derived from the caller's, so that the replies differ."""
         seed = self.params.seed
         return self.params if seed is None or index == 0 else replace(self.params, seed=seed + index)
 
@@ -335,7 +335,7 @@ class ReplySampler:
         return await gather_or_cancel(self._reply(request, index) for index in range(request.call.sampling.count))
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, ReplyDelta | Reply], None]:
-        """The parts of all replies with their numbers, as they arrive; the last part of each reply is the whole reply."""
+        """The parts of all replies with their numbers, as they arrive; the last part of each is the whole reply."""
         if request.call.sampling.count == 1:
             async with aclosing(self._parts(request, 0)) as parts:
                 async for part in parts:

@@ -297,7 +297,7 @@ class ServicedSandboxes:
             raise failures[0]
 
     async def _check_provider(self) -> bool:
-        """True if forks include processes. Raises ``Unsupported`` if the provider lacks another necessary capability."""
+        """True if forks include processes. Raises ``Unsupported`` if the provider lacks another required capability."""
         granted = await self._provider.capabilities()
         name = type(self._provider).__name__
         for capability in (Capability.SNAPSHOT, Capability.FORK, Capability.BACKGROUND, Capability.NETWORK_OFF):

@@ -493,7 +493,9 @@ def _message_head(answer_id: str, model: str) -> dict[str, object]:
 
 
 def _blocks(message: ChatMessage) -> list[dict[str, object]]:
-    """The content blocks. Arguments of calls are inserted as sampled: the parser has checked that they are an object."""
+    """The content blocks. Arguments of calls are inserted as sampled; the parser has checked that they are
+    an object.
+    """
     blocks = [_thinking_block(message.thinking, SIGNATURE)] if message.thinking else []
     if message.content:
         blocks.append(_text_block(message.content))

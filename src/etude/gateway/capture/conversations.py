@@ -629,7 +629,9 @@ class TurnStore:
             self._turns.append(stored)
 
     def longest_prefix(self, ids: Ids) -> int | None:
-        """The turn with the most tokens, prompt and completion, that is a prefix of ``ids``; the newest of equal ones."""
+        """The turn with the most tokens, prompt and completion, that is a prefix of ``ids``; of equal ones
+        the newest.
+        """
         best, most = None, 0
         shared: dict[TokenBuffer, int] = {}
         for index, turn in enumerate(self._turns):

@@ -180,7 +180,9 @@ class SessionStore:
         return self._by_id[session_id].traffic
 
     def min_version(self, session_id: str) -> int | None:
-        """The oldest weight version that may answer calls of a session; ``None`` for any version, or if it is not open."""
+        """The oldest weight version that may answer calls of a session; ``None`` for any version or if it is
+        not open.
+        """
         entry = self._by_id.get(session_id)
         return None if entry is None else entry.min_version
 

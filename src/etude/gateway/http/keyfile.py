@@ -71,7 +71,7 @@ class KeyFile:
         self._seen: tuple[int, ...] | None = None
 
     def load(self) -> tuple[Key, ...]:
-        """The keys of the file. Raises ``ConfigError`` if it is unreadable, ``DamagedError`` if its format is invalid."""
+        """The keys of the file. Raises ``ConfigError`` if it is unreadable, ``DamagedError`` for an invalid format."""
         try:
             with self.path.open("rb") as file:
                 self._seen = _identity(os.fstat(file.fileno()))

@@ -38,7 +38,7 @@ MISFITS = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 class Untranslatable(Exception):
-    """A request uses a feature that Anthropic's API lacks, or one side violates its API; the message names the field."""
+    """A request that Anthropic's API cannot express, or data that violates its API; the message names the field."""
 
 
 def request_of(body: Mapping[str, Any]) -> dict[str, Any]:
