@@ -3,11 +3,10 @@
     RequestRecord, filled in while a request is served ──▶ Metrics (Prometheus' text format)
                                                       └──▶ AccessLog: {"time":1785312000.123,"route":"POST /v1/…", …}
 
-Owns which facts of a request stay, the names of metrics, their labels and buckets, and how lines reach a file without
-the event loop waiting for a disk: they gather in memory and a thread writes them once a second. No text of a
-conversation gets here, and neither does a key or a path that holds one: a route is the pattern that matched. The buffer
-is bounded; what does not fit is counted, and the count is written as soon as there is room again. Labels come from
-closed sets: no caller can make a series of its own.
+Owns which facts of a request are stored, the names, labels and buckets of metrics, and log writing that never blocks
+the event loop: lines collect in memory and a thread writes them once a second. No conversation text, no key and no path
+with a key gets here: a route is the pattern that matched. The buffer is bounded; dropped lines are counted, and the
+count is written when there is room again. Labels come from closed sets: no caller can create a time series.
 """
 
 import asyncio
@@ -26,14 +25,14 @@ from etude.gateway.api.calls import OVER_BUDGET
 from etude.gauges import GaugeCollector, Gauges
 
 FLUSH_S = 1.0
-"""Pause between two writes."""
+"""Seconds between two writes."""
 MAX_LINES = 100_000
-"""Lines held while the disk does not take them: about 30 MB, and ten seconds of the fastest traffic."""
+"""Lines held while the disk is unavailable: about 30 MB, and ten seconds of the fastest traffic."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request, filled in while it is served. Times are of the gateway's clock, in seconds."""
+    """One request, filled in while it is served. Times are in seconds, on the gateway's clock."""
 
     began: float
     request_id: str = ""
@@ -41,9 +40,9 @@ class RequestRecord:
     route: str = ""
     """Method and pattern, e.g. ``POST /s/{session}/v1/messages``."""
     api: str = ""
-    """The API protocol of a model call, by its path; empty for any other request."""
+    """The API protocol of a model call, from its path; empty for any other request."""
     status: int = 0
-    """HTTP status; with a stream, what it would have been had its end been known at its start."""
+    """HTTP status; for a stream, the status it would have had if its end had been known at the start."""
     code: str = ""
     """The error's code, if it is one."""
     traffic: str = ""
@@ -53,9 +52,9 @@ class RequestRecord:
     live_session: str = ""
     """Id of the live session that the call is recorded in; empty for none."""
     prompt_tokens: int = 0
-    """Tokens of the prompt that engines read, or that was answered before."""
+    """Prompt tokens that engines read, or that were answered from the record."""
     completion_tokens: int = 0
-    """Sampled so far; in the end those of the recorded answer."""
+    """Tokens sampled so far; at the end, those of the recorded answer."""
     reused_tokens: int = 0
     """Prompt tokens that continue an earlier turn of the session."""
     versions: tuple[int, ...] = ()
@@ -63,7 +62,7 @@ class RequestRecord:
     own_deadline: bool = False
     """True if the caller set a deadline."""
     dispatched: float | None = None
-    """Time at which the engine that works on it, or did, was given the call; of several replies the last one's."""
+    """Time at which the current or last engine got the call; with several replies, that of the last one."""
     engine: str = ""
     """Name of that engine."""
     first_token: float | None = None
@@ -73,22 +72,22 @@ class RequestRecord:
     bytes_out: int = 0
 
     def note_dispatched(self, at: float | None, engine: str) -> None:
-        """Note that an engine was given the call, or with ``None`` that it failed under it."""
+        """Record that an engine got the call, or with ``None`` that it failed during the call."""
         self.dispatched, self.engine = at, "" if at is None else engine
 
     @property
     def seconds(self) -> float:
-        """From the first byte read to the last written."""
+        """Seconds from the first byte read to the last byte written."""
         return self.ended - self.began
 
     @property
     def waited_s(self) -> float:
-        """Seconds during which no engine worked on a call that is over, engines that failed under it not counted."""
+        """Seconds without an engine working on a finished call; time at engines that failed is not counted."""
         return (self.ended if self.dispatched is None else self.dispatched) - self.began
 
     @property
     def first_token_s(self) -> float | None:
-        """From the first byte read to the first token."""
+        """Seconds from the first byte read to the first token."""
         return None if self.first_token is None else self.first_token - self.began
 
 
@@ -96,19 +95,19 @@ class RequestRecord:
 class AccessLog:
     """Appends records to ``file`` while :meth:`run` is running; :meth:`flush` writes the rest.
 
-    ``wall_s`` says the time of day as Unix time.
+    ``wall_s`` returns the time of day as Unix time.
     """
 
     def __init__(self, file: Path, wall_s: Callable[[], float]) -> None:
         self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._wall_s = wall_s
         self._handover = Lock()
-        """Held for a moment whenever the two below change: calls end in one thread, lines are written in another."""
+        """Held briefly to change the next two fields: calls end in one thread, another writes the lines."""
         self._lines: list[bytes] = []
         self._lost = 0
 
     def add(self, record: RequestRecord) -> None:
-        """Note a request that is over."""
+        """Add a finished request."""
         line = _line(record, self._wall_s())
         with self._handover:
             if len(self._lines) < MAX_LINES:
@@ -117,14 +116,14 @@ class AccessLog:
                 self._lost += 1
 
     async def run(self) -> None:
-        """Write what was noted, for ever. Waits for the second to pass and for the disk; on shutdown cancelled."""
+        """Write the added records, for ever. Waits for the interval and the disk; on shutdown cancelled."""
         while True:
             await asyncio.sleep(FLUSH_S)
             if self._lines:
                 await asyncio.to_thread(self.flush)
 
     def flush(self) -> None:
-        """Write what was noted so far. A disk that is full loses lines, not calls; they are counted."""
+        """Write the records added so far. A full disk loses lines, not calls; lost lines are counted."""
         with self._handover:
             lines, self._lines = self._lines, []
             lost, self._lost = self._lost, 0
@@ -136,7 +135,7 @@ class AccessLog:
                 self._lost += len(lines) + lost
 
     def close(self) -> None:
-        """Write the rest and let go of the file."""
+        """Write the rest and close the file."""
         self.flush()
         with suppress(OSError):
             os.close(self._descriptor)
@@ -172,14 +171,14 @@ def _line(record: RequestRecord, wall_s: float) -> bytes:
 
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-"""Upper bounds of the latency histograms: from what the gateway alone takes to the longest deadline."""
+"""Upper bounds of the latency histograms: from the gateway's own overhead to the longest deadline."""
 LABELS: Mapping[str, str] = {"etude_engines": "state", "etude_calls_waiting": "traffic"}
 """Gauge → its label."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CallLoad:
-    """Sums over model calls that are over."""
+    """Sums over finished model calls."""
 
     calls: int = 0
     failed: int = 0
@@ -196,7 +195,7 @@ class CallLoad:
 
 @final
 class Metrics:
-    """The Prometheus registry of one gateway. ``gauges`` is called at every reading."""
+    """The Prometheus registry of one gateway. ``gauges`` is called for each scrape."""
 
     def __init__(self, gauges: Callable[[], Gauges]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -221,7 +220,7 @@ class Metrics:
         self._load = CallLoad()
 
     def count(self, record: RequestRecord) -> None:
-        """Add one request that is over."""
+        """Add one finished request."""
         status, traffic = str(record.status), record.traffic
         if record.api:
             self._load.add(record)
@@ -240,10 +239,10 @@ class Metrics:
             self._tokens.labels("sampled", traffic).inc(record.completion_tokens)
 
     def take_load(self) -> CallLoad:
-        """The sums since it was called the last time."""
+        """The sums since the previous call of this method."""
         load, self._load = self._load, CallLoad()
         return load
 
     def page(self) -> bytes:
-        """Everything as text."""
+        """All metrics as text."""
         return generate_latest(self._registry)

@@ -1,19 +1,19 @@
-"""One model call, from a parsed request to its recorded answer, in any API protocol, whole or as a stream.
+"""One model call in any API protocol: from the parsed request to the recorded answer, whole or streamed.
 
     answered before? ─▶ prompt ─▶ room in the context ─▶ ReplySampler ─▶ Recorder ─▶ conversation ─▶ Answer
                                                          permit, engine   Turn
 
-Owns the order of these, and how a completion becomes a reply and a turn. Conversations, admission and routing are
-objects of their own. Knows no HTTP, no key and no API protocol.
+Owns the order of these steps, and how a completion becomes a reply and a turn. Conversations, admission and routing are
+separate objects. Knows no HTTP, no keys and no API protocol.
 
-A reply that nothing but the model can end is fetched whole, which costs least. One that a stop string or its first
-tool call may end, or whose caller reads along, comes in chunks; the tokens behind its end are thrown away.
+A reply that only the model can end is fetched whole, which is cheapest. A reply that a stop string or the first tool
+call may end, or that is streamed to the caller, arrives in chunks; tokens after its end are discarded.
 
-A turn is checked before it is recorded, and its bulky parts (routes, sampling mask) lie in a file before it exists. A
-record of an engine that is missing or does not fit is the engine's fault, not the model's: the rollout fails as
-infrastructure and is tried again, never grouped.
+A turn is checked before it is recorded, and its large parts (routes, sampling mask) are written to a file first. If an
+engine's record is missing or inconsistent, the engine is at fault, not the model: the rollout fails as infrastructure,
+is retried and is never grouped.
 
-A caller that hangs up cancels the call: up to the moment at which the turn is recorded, nothing of it remains.
+A caller that disconnects cancels the call: until the turn is recorded, the call leaves no trace.
 """
 
 import asyncio
@@ -52,56 +52,58 @@ from etude.types import Finish, RouteSpace, SamplingMask, TokenIds, Turn, TurnKi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The caller of a model call, and the conditions of the call."""
+    """The caller of a model call, and the caller's conditions."""
 
     conversation: Conversation
     traffic: TrafficClass
     deadline: float
-    """Time by which the call must be over, on the gateway's clock."""
+    """Deadline of the call, on the gateway's clock."""
     account: str = ""
-    """The key whose share of the engines it takes."""
+    """The key whose share of the engines the call uses."""
     request_id: str = ""
-    """Id by which a retry of this call is known; empty for none."""
+    """Id that identifies a retry of this call; empty for none."""
     retried: bool = False
-    """True if the caller says that this is a retry, without saying of what."""
+    """True if the caller marks this call as a retry without naming the earlier request."""
     min_version: int | None = None
     """Oldest weight version that may answer."""
     wait_for_version: bool = False
-    """Wait while no engine serves that version, instead of being told at once."""
+    """Wait while no engine serves ``min_version``, instead of failing at once."""
     kind: TurnKind = TurnKind.ACT
     """The kind of the recorded turn."""
     arm: CallArm | None = None
-    """The released weights that may answer a user; ``None``: any."""
+    """The released weights that may answer a user; ``None``: any weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A call that is ready for the engines."""
+    """A call that is ready to be sent to the engines."""
 
     call: Call
     caller: Caller
     prompt: Prompt
     params: SamplingParams
     record: RequestRecord
-    """Counts the tokens of the call as they come: a caller that hangs up has used up as much."""
+    """Counts the call's tokens as they arrive, so that tokens of a call whose caller disconnects are counted too."""
 
     @property
     def session(self) -> str:
-        """The session's id: all its calls go to one engine, which has read what they begin with."""
+        """The session's id: all calls of a session go to one engine, which has their common prefix cached."""
         return self.caller.conversation.session_id
 
     @property
     def ends_early(self) -> bool:
-        """True if something but the model may end the reply."""
+        """True if something other than the model may end the reply."""
         return bool(self.call.sampling.stops) or self.call.single_call
 
     @property
     def bulky(self) -> bool:
-        """True if the engine's record has more than tokens. It comes with the last token, which then is waited for."""
+        """True if the engine's record has more than tokens. The rest arrives with the last token, so that token is
+        awaited.
+        """
         return self.params.want_routes or self.params.truncates
 
     def params_of(self, index: int) -> SamplingParams:
-        """The parameters of one reply: with the caller's seed each has another one, or all would be the same."""
+        """The parameters of one reply. Its seed is derived from the caller's, so that the replies differ."""
         seed = self.params.seed
         return self.params if seed is None or index == 0 else replace(self.params, seed=seed + index)
 
@@ -109,7 +111,7 @@ class GenerationRequest:
 @final
 class CallService:
     """Answers calls. ``max_length`` is the engines' limit on prompt and completion, in tokens; ``live`` records live
-    sessions, if there are any.
+    sessions, if the gateway has any.
     """
 
     def __init__(self, sampler: "ReplySampler", *, max_length: int, live: LiveRecorder | None = None) -> None:
@@ -118,7 +120,7 @@ class CallService:
         self._live = live
 
     def count(self, call: Call, conversation: Conversation) -> int:
-        """The number of tokens of a call's prompt. Raises :class:`~etude.gateway.api.calls.ApiError`."""
+        """The number of prompt tokens of a call. Raises :class:`~etude.gateway.api.calls.ApiError`."""
         return len(_prompt(conversation, call).token_ids)
 
     async def answer(self, call: Call, caller: Caller, record: RequestRecord) -> Answer:
@@ -138,9 +140,11 @@ class CallService:
     async def stream(
         self, call: Call, events: EventEncoder, caller: Caller, record: RequestRecord
     ) -> AsyncGenerator[bytes, None]:
-        """The answer as encoded events: the first ones with the first tokens, so that an error comes before any.
+        """The answer as encoded events. The first events come with the first tokens, so an earlier error precedes all
+        events.
 
-        The closing comes once the answer is recorded. Raises like :meth:`answer`; closing the iterator ends the call.
+        The final events come once the answer is recorded. Raises like :meth:`answer`; closing the iterator cancels the
+        call.
         """
         earlier = _earlier_answer(call, caller)
         if earlier is not None:
@@ -178,7 +182,7 @@ class CallService:
             raise ApiError(
                 400,
                 "context_length_exceeded",
-                # OpenAI's words: some clients know a full context by them, not by the code.
+                # OpenAI's wording: some clients recognise a full context by this text, not by the code.
                 f"This model's maximum context length is {self._max_length} tokens: {read} prompt tokens and "
                 f"{max_tokens} to sample exceed it",
                 param=_param(call),
@@ -198,9 +202,9 @@ class CallService:
         )
 
     def _adapter(self, call: Call, caller: Caller) -> str:
-        """The adapter that a model's name ``policy:NAME`` asks for; empty for any other name.
+        """The adapter that the model name ``policy:NAME`` selects; empty for any other name.
 
-        What is learnt from is sampled with the run's own weights: elsewhere the name would be a lie.
+        Calls that are trained on are sampled with the run's own weights: there, an adapter's name would be wrong.
         """
         policy, _, adapter = call.model.partition(":")
         if policy != MODEL or not adapter:
@@ -212,8 +216,8 @@ class CallService:
         return adapter
 
     async def _keep(self, caller: Caller, answer: Answer) -> None:
-        """Return once the answer is on the disk, if its session is recorded; again for one that was answered before, as
-        its caller may ask while it is still being written.
+        """Wait until the answer is on disk, if its session is recorded. An answer that is repeated waits too, as the
+        first write may still be in progress.
         """
         if self._live is not None:
             await self._live.keep(caller.conversation, answer)
@@ -230,10 +234,10 @@ class CallService:
 
 
 def _earlier_answer(call: Call, caller: Caller) -> Answer | None:
-    """The answer that this request had before; ``None`` for a new one.
+    """The answer that this request got before; ``None`` for a new request.
 
-    It is the same request by its id, by the order of calls in a forked session, or by its caller's word. Raises
-    :class:`~etude.gateway.api.calls.ApiError` where a forked session's next call is another one.
+    A repeated request is recognised by its id, by the order of calls in a forked session, or because the caller says
+    so. Raises :class:`~etude.gateway.api.calls.ApiError` if a forked session's next call differs from the recorded one.
     """
     if caller.request_id and (answer := caller.conversation.answered(caller.request_id, call)) is not None:
         return answer
@@ -270,7 +274,7 @@ def _note(answer: Answer, record: RequestRecord) -> None:
 
 
 def _replayed(answer: Answer, events: EventEncoder) -> bytes:
-    """The events of an answer that is there already."""
+    """The events of an answer that already exists."""
     parts = [events.opening(answer.answer_id, answer.created)]
     for index, reply in enumerate(answer.replies):
         turn = reply.turn
@@ -300,7 +304,7 @@ class ReplyDelta:
 
 
 NOTHING = TokenChunk(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32))
-"""The chunk of text that was held back: its tokens went before it."""
+"""The chunk for text that was held back: its tokens were sent earlier."""
 
 
 @final
@@ -316,7 +320,7 @@ class ReplySampler:
         clock: Clock,
         shadow: Shadow | None = None,
     ) -> None:
-        """``shadow`` samples some prompts of users again, unseen."""
+        """``shadow`` samples some users' prompts again, for comparison only."""
         self.chat = chat
         self.recorder = recorder
         self._pool = pool
@@ -325,13 +329,13 @@ class ReplySampler:
         self._shadow = shadow
 
     async def sample(self, request: GenerationRequest) -> list[Reply]:
-        """All replies that the call asks for, in order, whole."""
+        """All replies that the call requests, in order, each complete."""
         if request.call.sampling.count == 1:
             return [await self._reply(request, 0)]
         return await gather_or_cancel(self._reply(request, index) for index in range(request.call.sampling.count))
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, ReplyDelta | Reply], None]:
-        """The parts of all replies with their numbers, as they come; the last part of each is the reply itself."""
+        """The parts of all replies with their numbers, as they arrive; the last part of each is the whole reply."""
         if request.call.sampling.count == 1:
             async with aclosing(self._parts(request, 0)) as parts:
                 async for part in parts:
@@ -355,7 +359,7 @@ class ReplySampler:
                 await stream.aclose()
 
     async def _reply(self, request: GenerationRequest, index: int) -> Reply:
-        """One reply as a whole."""
+        """One complete reply."""
         if request.ends_early:
             async with aclosing(self._parts(request, index)) as parts:
                 async for part in parts:
@@ -380,7 +384,7 @@ class ReplySampler:
         return self._admission.permit(request.caller.traffic, request.caller.deadline, request.caller.account)
 
     async def _parts(self, request: GenerationRequest, index: int) -> AsyncGenerator[ReplyDelta | Reply, None]:
-        """One reply while it is sampled, then as a whole."""
+        """One reply in parts as it is sampled, then the complete reply."""
         reader, chunks, sampled, whole = self._reader(request), list[TokenChunk](), 0, None
         async with (
             self._permit(request),
@@ -418,7 +422,7 @@ class ReplySampler:
     async def _finished(
         self, request: GenerationRequest, index: int, reader: ReplyReader, completion: Completion
     ) -> Reply:
-        """The reply, checked and with its payload stowed."""
+        """The reply, after its checks, with its payload written."""
         end = reader.stopped_after
         if end is not None and end < len(completion.token_ids):
             completion = truncated(completion, end)
@@ -442,7 +446,7 @@ class ReplySampler:
         )
 
     def _options(self, request: GenerationRequest) -> CallOptions:
-        """The routing options of a call that has its permit now."""
+        """The routing options of a call that has just got its permit."""
         deadline_s = request.caller.deadline - self._clock.now()
         return CallOptions(
             min_version=request.caller.min_version,
@@ -454,7 +458,7 @@ class ReplySampler:
 
     @contextmanager
     def _charged(self, request: GenerationRequest) -> Iterator[None]:
-        """Count the prompt of a call that has its permit now as read, unless engines turn it away."""
+        """Count the prompt of a call that has just got its permit as read, unless the engines reject the call."""
         request.record.prompt_tokens = len(request.prompt.token_ids)
         request.record.reused_tokens = request.prompt.reused
         try:
@@ -468,7 +472,7 @@ class ReplySampler:
             raise
 
     def _sampled(self, request: GenerationRequest, tokens: int) -> None:
-        """Some tokens have come."""
+        """Count tokens that have arrived."""
         request.record.first_token = request.record.first_token or self._clock.now()
         request.record.completion_tokens += tokens
 
@@ -495,13 +499,13 @@ def _finish_reason(message: ChatMessage, reader: ReplyReader, finish: Finish) ->
 
 
 def _turned_away(request: GenerationRequest) -> None:
-    """Engines did not take the call, unless some of an answer has come: then its prompt was read."""
+    """Uncount the prompt of a call that the engines rejected; if part of an answer has arrived, the prompt was read."""
     if not request.record.completion_tokens:
         request.record.prompt_tokens = request.record.reused_tokens = 0
 
 
 def _until(chunk: TokenChunk, end: int | None, before: int) -> TokenChunk:
-    """The part of a chunk that belongs to a reply of ``end`` tokens, of which ``before`` came earlier."""
+    """The part of a chunk that belongs to a reply of ``end`` tokens, ``before`` of which came earlier."""
     if end is None or before + len(chunk.token_ids) <= end:
         return chunk
     tokens = end - before
@@ -511,7 +515,7 @@ def _until(chunk: TokenChunk, end: int | None, before: int) -> TokenChunk:
 
 
 def _joined(chunks: Sequence[TokenChunk]) -> Completion:
-    """The completion up to an end that the engine did not know of."""
+    """The completion up to an end that the gateway, not the engine, has set."""
     return Completion(
         token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
         logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
@@ -523,9 +527,9 @@ def _joined(chunks: Sequence[TokenChunk]) -> Completion:
 class Recorder:
     """Records completions as turns, and writes their payloads.
 
-    ``space`` is the space of the model's routes, where a trainer wants to replay them; ``None`` asks for none. Without
-    ``payloads`` the turns are for no trainer, so sampling masks are not recorded either. With ``sampled_only`` the
-    routes of prompts are checked and left out, as nobody replays them.
+    ``space`` describes the model's routes if a trainer replays them; ``None``: no routes are requested. Without
+    ``payloads`` no trainer uses the turns, so sampling masks are not recorded either. With ``sampled_only`` the routes
+    of prompts are checked but not stored, as no trainer replays them.
     """
 
     def __init__(
@@ -538,17 +542,17 @@ class Recorder:
         self._sampled_only = sampled_only
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters, asking for routes where they are recorded."""
+        """The same parameters, with a request for routes if routes are recorded."""
         return replace(params, want_routes=self._space is not None)
 
     async def turn(
         self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str, reused: int = 0
     ) -> Turn:
-        """One turn; its routes and sampling mask, if there are any, are on disk.
+        """One turn, with its routes and sampling mask, if any, on disk.
 
-        ``reused`` tokens of the prompt are an earlier turn of the session, prompt and completion: its routes, which are
-        of all of them but the last, are not written again. Raises :class:`~etude.errors.CaptureError` for a record that
-        does not fit.
+        The first ``reused`` prompt tokens are an earlier turn of the session, prompt and completion. Its routes, which
+        cover all of these tokens but the last, are not written again. Raises :class:`~etude.errors.CaptureError` for a
+        record that is inconsistent.
         """
         recorded = replace(
             completion,
@@ -557,7 +561,7 @@ class Recorder:
         )
         if recorded.routes is None and recorded.sampling_mask is None:
             return self._checked(prompt_ids, params, recorded)
-        # To check megabytes of routes takes longer than a loop that serves others may be kept from them.
+        # Checking megabytes of routes would block the event loop for too long.
         stored = max(reused - 1, 0)
         return await asyncio.to_thread(self._stowed, prompt_ids, params, recorded, session_id, stored)
 
@@ -590,8 +594,8 @@ class Recorder:
 def truncated(completion: Completion, tokens: int) -> Completion:
     """The first ``tokens`` sampled tokens of a completion, with their records.
 
-    A reply that a caller's stop string ended has no stop token of the model's: its finish is ``LENGTH``. Raises
-    ``ValueError`` unless 0 ≤ ``tokens`` ≤ the number there are.
+    A reply that a caller's stop string ended has no stop token from the model: its finish is ``LENGTH``. Raises
+    ``ValueError`` unless 0 ≤ ``tokens`` ≤ the number of sampled tokens.
     """
     lost = len(completion.token_ids) - tokens
     if not 0 <= lost <= len(completion.token_ids):
@@ -605,7 +609,7 @@ def truncated(completion: Completion, tokens: int) -> Completion:
         logprobs=completion.logprobs[:tokens],
         versions=completion.versions[:tokens],
         finish=Finish.LENGTH,
-        routes=None if routes is None else routes[: len(routes) - lost],  # a row for each token but the last one
+        routes=None if routes is None else routes[: len(routes) - lost],  # one row per token except the last
         sampling_mask=None if sampling_mask is None else _first_sets(sampling_mask, tokens),
     )
 

@@ -1,9 +1,9 @@
-"""Capabilities that a spec needs of its provider, and the error where the provider lacks one.
+"""Capabilities that a spec needs from its provider, and the error if the provider lacks one.
 
-No more I/O than to look whether paths are there.
+The only I/O is the check that paths exist.
 
-A provider that would quietly give less is worse than one that refuses: a run would go on in an environment that is not
-what its recipe says.
+A provider that silently offers less is worse than one that refuses: the run would continue in an environment that
+differs from its recipe.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from etude.sandbox_spec import Capability, SandboxLimits, SandboxSpec
 WHO_CAN: Mapping[Capability, str] = MappingProxyType(
     {Capability.OWN_KERNEL: "gvisor or qemu", Capability.LIVE_FORK: "gvisor or qemu"}
 )
-"""Providers that hold to what the embedded one, ``ns``, does not."""
+"""Providers that enforce what the embedded one, ``ns``, cannot."""
 LIMITS: Mapping[str, Capability] = MappingProxyType(
     {
         "memory_bytes": Capability.MEMORY_LIMIT,
@@ -24,16 +24,16 @@ LIMITS: Mapping[str, Capability] = MappingProxyType(
         "processes": Capability.PROCESS_LIMIT,
     }
 )
-"""Field of :class:`~etude.sandbox_spec.SandboxLimits` → what it takes to keep it."""
+"""Field of :class:`~etude.sandbox_spec.SandboxLimits` → the capability that enforces it."""
 WALLED = frozenset({Capability.MEMORY_LIMIT, Capability.PROCESS_LIMIT})
-"""Capabilities in whose place ``LIMIT_WALL`` will do."""
+"""Capabilities that ``LIMIT_WALL`` can replace."""
 
 
 def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
     """The capabilities that a spec needs, each with the part of the spec that needs it.
 
-    Limits are asked for by a number that is not the usual one: a provider that cannot count what its sandboxes use has
-    limits of its own.
+    A limit needs a capability only if it differs from the default: a provider that cannot measure usage has its own
+    limits.
     """
     needed: dict[Capability, str] = {}
     if spec.image.base or spec.image.layers:
@@ -65,8 +65,8 @@ def check_spec(spec: SandboxSpec, granted: frozenset[Capability], provider: str)
 
 
 def check_sources(spec: SandboxSpec, bases: Mapping[str, Path]) -> None:
-    """Raise :class:`~etude.errors.SandboxError` for a base system, layer or mount that is not there, and ``ValueError``
-    for a path that is no place in a sandbox. ``bases`` are the stored base systems.
+    """Raise :class:`~etude.errors.SandboxError` for a base system, layer or mount that does not exist, and
+    ``ValueError`` for an invalid path in a sandbox. ``bases`` are the stored base systems.
     """
     image = spec.image
     if image.base and image.base not in bases:
@@ -89,5 +89,5 @@ def check_capability(capability: Capability, granted: frozenset[Capability], pro
 
 
 def unsupported(provider: str, words: str, instead: str) -> Unsupported:
-    """The error of a provider that cannot do what ``words`` name, with an alternative provider."""
+    """The error of a provider that does not support ``words``, with an alternative provider."""
     return Unsupported(f"{provider} sandboxes cannot keep to {words} on this machine: use {instead}")

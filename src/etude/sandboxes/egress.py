@@ -1,8 +1,8 @@
 """Egress of a sandbox on the host's side: connections to the allowed places.
 
-Who allows a name trusts what is called so, and where it leads is whatever the owner of that name says today. One that
-leads to this machine itself, or to the address at which clouds give credentials away, is not followed. An address that
-was allowed as such is: then it was meant.
+Allowing a name means trusting its owner, who decides today where it leads. A name that resolves to this machine, or to
+the cloud metadata address that hands out credentials, is not followed. An address that is allowed explicitly is
+followed: it was intended.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from etude.sandboxes.ns.root import AllowedPlace
 
 CONNECT_TIMEOUT_S = 10.0
-"""For a place to accept; a caller that is cut off asks again."""
+"""Timeout of a connection to a place; a disconnected caller may retry."""
 MAX_CONNECTIONS = 64
-"""Most connections of one sandbox at a time; one more is cut off at once."""
+"""Most connections of one sandbox at a time; further ones are closed at once."""
 COPY_BYTES = 1 << 16
 
 
@@ -29,14 +29,14 @@ class EgressProxy:
         self._carrying: set[asyncio.Task[None]] = set()
 
     async def open(self, places: Sequence[AllowedPlace], listeners: Sequence[int]) -> None:
-        """Serve each place's listener, which is ours from now on."""
+        """Serve each place's listener and take ownership of it."""
         for place, descriptor in zip(places, listeners, strict=True):
             accept = functools.partial(self._accept, place)
             listener = socket.socket(fileno=descriptor)
             self._servers.append(await asyncio.start_server(accept, sock=listener, limit=COPY_BYTES))
 
     async def close(self) -> None:
-        """Cut every connection and stop listening; calling it twice is harmless."""
+        """Close every connection and listener; calling it twice is harmless."""
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -54,7 +54,7 @@ class EgressProxy:
 
 
 async def _carry(place: AllowedPlace, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Both ways until both have ended; trouble on either cuts both."""
+    """Copy in both directions until both have ended; an error in either closes both."""
     ends = [writer]
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -64,7 +64,7 @@ async def _carry(place: AllowedPlace, reader: asyncio.StreamReader, writer: asyn
             both.create_task(_copy(reader, beyond))
             both.create_task(_copy(answers, writer))
     except (OSError, ExceptionGroup):
-        writer.transport.abort()  # the caller sees its connection cut; it knows what it wanted
+        writer.transport.abort()  # the caller sees a closed connection; it knows the destination
     except asyncio.CancelledError:
         for end in ends:
             end.transport.abort()
@@ -75,7 +75,7 @@ async def _carry(place: AllowedPlace, reader: asyncio.StreamReader, writer: asyn
 
 
 async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Copy to the end of ``source`` and pass that on. Raises ``OSError`` when either is broken."""
+    """Copy until the end of ``source``, and pass the end on. Raises ``OSError`` if either connection fails."""
     while data := await source.read(COPY_BYTES):
         sink.write(data)
         await sink.drain()
@@ -96,7 +96,7 @@ def is_inward(host: str) -> bool:
 
 
 async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to an allowed place. Raises ``OSError`` where none accepts, or a name leads to an inward address."""
+    """Connect to an allowed place. Raises ``OSError`` if no address accepts, or a name leads to an inward address."""
     if is_inward(host):
         return await asyncio.open_connection(host, port)
     answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -1,12 +1,12 @@
-"""Programs that an image starts in a fresh sandbox: its services, its entry point, and the checks that are waited for.
+"""Programs that an image starts in a fresh sandbox: its services, its entry point, and its health checks.
 
     services                       ──▶  each in its own root, as its own user, until it is healthy
     ENTRYPOINT ["/entry.sh"]     ──▶  /entry.sh sh -c '…sleeps for ever…'     as Harbor starts its containers
     HEALTHCHECK CMD redis-cli ping ─▶ until it succeeds, or has failed too often
 
-Every provider calls :func:`started` for what it makes, forks without processes included, so an image means the same in
-all of them. An entry point that runs its arguments is done when they run; one that does not is itself the server, and
-has to live.
+Every provider calls :func:`started` for each sandbox it makes, including forks without processes, so an image means the
+same in all providers. An entry point that runs its arguments is ready when they run; one that does not is itself the
+server, and must stay alive.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from etude.sandbox_spec import Healthcheck, Image, ImageService
 from etude.sandboxes.lifecycle import close_all
 
 START_TIMEOUT_S = 300.0
-"""For an entry point to come to its arguments."""
+"""Timeout for an entry point to run its arguments."""
 SETTLED_S = 2
-"""An entry point that lives so long, and has not run its arguments, is a server."""
+"""An entry point that lives this long without running its arguments is a server."""
 POLL_S = 0.5
-"""Longest wait between two tries of a health check: it may be asked for sooner than an image says, never later."""
+"""Longest wait between two health checks: possibly sooner than the image says, never later."""
 START = """
 set -u
 log=$(mktemp -d /tmp/entrypoint.XXXXXX) || exit 1
@@ -37,7 +37,7 @@ while [ ! -e "$log/up" ] && [ $polls -gt 0 ]; do
     polls=$((polls - 1))
 done
 """
-"""Runs its arguments, with more of them, in the background; fails with its log if it ends at once."""
+"""Runs its arguments in the background, with more of them; fails with its log if it ends at once."""
 START_ENTRYPOINT = START.format(
     arguments="""sh -c ': >"$0"; while :; do sleep 3600; done' "$log/up\"""", polls=SETTLED_S * 10
 )
@@ -49,17 +49,17 @@ Run: TypeAlias = Callable[..., Awaitable[ExecResult]]
 
 
 class ServiceHost(Sandbox, Protocol):
-    """A sandbox whose provider can run services of an image."""
+    """A sandbox whose provider can run an image's services."""
 
     async def exec_in(self, service: ImageService, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
-        """Run a command of étude's in a service's root, as its user, with its variables and no other."""
+        """Run one of étude's commands in a service's root, as its user, with only its variables."""
         ...
 
 
 async def services_started(sandbox: ServiceHost, image: Image) -> None:
-    """Start an image's services, each when those before it are healthy; closes the sandbox if that fails.
+    """Start an image's services, each once the earlier ones are healthy; close the sandbox on failure.
 
-    Raises :class:`~etude.errors.SandboxError` with the end of the log of the one that does not come up.
+    Raises :class:`~etude.errors.SandboxError` with the end of the log of the service that does not start.
     """
     try:
         for service in image.services:
@@ -80,7 +80,7 @@ async def services_started(sandbox: ServiceHost, image: Image) -> None:
 
 
 async def started(sandbox: Sandbox, image: Image) -> None:
-    """Start what an image has to be started, and wait until it is ready; closes the sandbox if that fails.
+    """Start the image's programs, and wait until they are ready; close the sandbox on failure.
 
     Raises :class:`~etude.errors.SandboxError` with the end of the log, or the last answer of the health check.
     """
@@ -98,7 +98,7 @@ async def started(sandbox: Sandbox, image: Image) -> None:
 
 
 async def _wait_until_healthy(run: Run, check: Healthcheck) -> None:
-    """Try until it succeeds; ``retries`` times ``interval_s`` after the start period it has failed."""
+    """Retry the check until it succeeds, or fail ``retries`` × ``interval_s`` after the start period."""
     end_s = time.monotonic() + check.start_period_s + check.retries * check.interval_s
     while True:
         done = await run(check.argv, timeout_s=check.timeout_s)

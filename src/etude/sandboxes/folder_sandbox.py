@@ -1,10 +1,10 @@
-"""A sandbox that is a folder of this machine, whose commands its provider runs.
+"""A sandbox in a folder of this machine, whose provider runs its commands.
 
     exec ──Command──▶ runner of the provider ──ExecResult──▶        files ──▶ etude.sandboxes.folders
 
-Owns the life of one sandbox: open until it is closed, by its holder, its provider or its time to live, each of which
-ends the commands that still run. Nothing outlives a command here, so its files are all there is of a sandbox, and a
-copy of them is a fork. Does not confine anything: that is the runner's.
+Owns the life of one sandbox: open until it is closed by its holder, its provider or its time to live, each of which
+ends running commands. Nothing outlives a command here, so a sandbox consists only of its files, and a copy of them is a
+fork. Confinement is the runner's responsibility.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from etude.sandboxes.folders import Folder, tree_bytes
 from etude.sandboxes.lifecycle import close_all
 
 ARGUMENT_LIMIT_BYTES = 120 << 10
-"""Most bytes of a whole command line; Linux takes 128 KiB of one argument."""
+"""Longest command line in bytes; Linux limits one argument to 128 KiB."""
 NOT_EXECUTABLE = 126
-"""Exit code of what cannot be run, as shells have it."""
+"""Exit code of a command that cannot be executed, as in shells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,10 @@ class Command:
     stdin: str
     timeout_s: float
     environment: Mapping[str, str]
-    """Image, specification and call together; the runner's own come below these."""
+    """Variables of image, specification and call; they override the runner's own."""
     spec: SandboxSpec
     service: ImageService | None = None
-    """In whose root it runs, as whose user; ``environment`` is then all that it has."""
+    """The service in whose root, and as whose user, the command runs; it then gets only ``environment``."""
 
     def __post_init__(self) -> None:
         if not self.argv or not 0 < self.timeout_s < math.inf:
@@ -56,11 +56,11 @@ class FolderSandboxHooks:
     """Callbacks from a sandbox to its provider."""
 
     name: str
-    """Name of the provider, for errors."""
+    """Name of the provider, for error messages."""
     run: Callable[[Folder, Command], Awaitable[ExecResult]]
     copy: Callable[["FolderSandbox"], Awaitable["FolderSandbox"]]
     remove: Callable[["FolderSandbox"], None]
-    """Forget the sandbox and remove its folder; called in a thread, once."""
+    """Forget the sandbox and remove its folder; called once, in a thread."""
 
 
 class FolderSandbox:
@@ -84,9 +84,9 @@ class FolderSandbox:
         timeout_s: float = 5.0,
         environment: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run one command, at most 64 KiB of stdout and of stderr being kept; nothing it started outlives it.
+        """Run one command, keeping at most 64 KiB each of stdout and stderr; nothing it started outlives it.
 
-        Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not the command.
+        Raises :class:`~etude.errors.SandboxError` if the sandbox failed, not the command.
         """
         self._check_open()
         variables = {**self.spec.image.environment, **self.spec.environment, **(environment or {})}
@@ -100,19 +100,21 @@ class FolderSandbox:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # the caller gave up
+                raise  # the caller was cancelled
             what = "all processes were killed" if self._closing is None else "the sandbox was closed"
             raise SandboxError(f"{what} under a command") from None
         finally:
             self._running.discard(running)
 
     async def read_file(self, path: str) -> str | None:
-        """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is no plain file."""
+        """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is not a regular
+        file.
+        """
         self._check_open()
         return self.folder.read(path)
 
     async def write_file(self, path: str, text: str) -> None:
-        """Create or replace a file and the folders above it; ``ValueError`` for a path that is no plain file's."""
+        """Create or replace a file and its parent folders; ``ValueError`` if the path cannot be a regular file."""
         self._check_open()
         self.folder.write(path, text)
 
@@ -122,19 +124,19 @@ class FolderSandbox:
         return await asyncio.to_thread(self.folder.pack, list(paths), limit_bytes)
 
     async def load(self, tar: bytes) -> None:
-        """Unpack a tar into the working folder, or nothing of it and ``ValueError``."""
+        """Unpack a tar into the working folder; if it is invalid, unpack nothing and raise ``ValueError``."""
         self._check_open()
         await self.write(lambda: self.folder.unpack(tar))
 
     async def write(self, work: Callable[[], None]) -> None:
-        """Have a thread write files here. It cannot be stopped, so they are not removed before it is done."""
+        """Write files here in a thread. It cannot be stopped, so files are not removed before it ends."""
         writing = asyncio.get_running_loop().run_in_executor(None, work)
         self._writing.add(writing)
         writing.add_done_callback(self._written)
         await asyncio.shield(writing)
 
     async def stats(self) -> SandboxStats:
-        """Its files and its age; the usage of its commands is not counted."""
+        """The size of its files and its age; its commands' usage is not measured."""
         self._check_open()
         size_bytes = await asyncio.to_thread(tree_bytes, self.folder.path)
         age_s = time.monotonic() - self._born_s
@@ -143,7 +145,7 @@ class FolderSandbox:
         )
 
     async def kill_processes(self) -> None:
-        """End the commands that run; nothing else does."""
+        """End the running commands; nothing else runs here."""
         self._check_open()
         running = [*self._running]
         for command in running:
@@ -152,12 +154,12 @@ class FolderSandbox:
             await asyncio.wait(running)
 
     async def snapshot(self) -> Image:
-        """Refused: no sandbox of this provider starts from an image."""
+        """Unsupported: no sandbox of this provider starts from an image."""
         self._check_open()
         raise unsupported(self._home.name, "a snapshot", "ns")
 
     async def fork(self, count: int = 1) -> "Sequence[FolderSandbox]":
-        """Copies with the same files and the same specification; all of them, or none and an error."""
+        """Copies with the same files and specification; all of them, or none and an error."""
         self._check_open()
         if count < 1:
             raise ValueError(f"fork({count}): at least one")
@@ -171,7 +173,7 @@ class FolderSandbox:
         return copies
 
     async def close(self) -> None:
-        """Kill what still runs and remove everything; calling it twice is harmless."""
+        """Kill running commands and remove everything; calling it twice is harmless."""
         self._ending.cancel()
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -187,11 +189,11 @@ class FolderSandbox:
         busy: set[asyncio.Future[ExecResult] | asyncio.Future[None]] = {*self._running, *self._writing}
         if busy:
             await asyncio.wait(busy)
-        await asyncio.to_thread(self._home.remove, self)  # how much there is was up to the agent
+        await asyncio.to_thread(self._home.remove, self)  # the agent determines how much there is to remove
 
     def _written(self, writing: asyncio.Future[None]) -> None:
         self._writing.discard(writing)
-        writing.exception()  # the caller may have given up
+        writing.exception()  # the caller may have been cancelled
 
     def _check_open(self) -> None:
         if self._closing is not None:
@@ -199,6 +201,6 @@ class FolderSandbox:
 
 
 def too_long(program: str) -> ExecResult:
-    """The result of a command line that is too long for Linux, as a shell would give it."""
+    """The result for a command line that is too long for Linux, as a shell would report it."""
     stderr = f"{program}: Argument list too long: use a file or stdin\n"
     return ExecResult(exit_code=NOT_EXECUTABLE, stdout="", stderr=stderr, timed_out=False, truncated=False, seconds=0.0)

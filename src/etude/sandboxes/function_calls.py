@@ -1,10 +1,10 @@
-"""Calls one function of a file in a sandbox, and separates its results from the program's other output.
+"""Calls of one function of a file in a sandbox, with the results separated from the program's other output.
 
 Owns the driver that runs inside, and the comparison of results. Only arguments enter the sandbox, never the expected
-results: a program that forges the driver's lines, overrides ``json`` or ``print`` or ends the process gains nothing,
-since the only lines worth forging contain right answers, which it would have to compute. The nonce keeps other output
-from being read as results; the driver draws it, so that equal calls are equal commands and a rollout can be replayed. A
-value's own ``==`` is never called: results are plain JSON, which is compared outside.
+results. A program that forges the driver's lines, overrides ``json`` or ``print`` or ends the process gains nothing: to
+be useful, a forged line must contain the right answer, which the program would have to compute. The nonce keeps other
+output from being read as results; the driver draws it, so that equal calls are equal commands and a rollout can be
+replayed. A value's own ``==`` is never called: results are plain JSON, compared outside.
 """
 
 import json
@@ -15,9 +15,9 @@ from etude.protocols import ExecResult, Sandbox
 from etude.types import Json
 
 CALL_TIMEOUT_S = 2.0
-"""For all calls of one function: hundreds of times what a right program takes."""
+"""Limit for all calls of one function: hundreds of times the time of a correct program."""
 TIMED_OUT, NO_RESULT = "TimeoutError", "SystemExit"
-"""Exception names of a call whose time ran out, or whose process ended without an answer."""
+"""Exception names for a call that timed out, or whose process ended without an answer."""
 
 DRIVER = """
 def drive():
@@ -65,14 +65,15 @@ class CallOutcome:
     value: Json
     """Its return value, if ``ok``."""
     error: str
-    """The class of what it raised or returned, unless ``ok``; in ASCII, since the program chooses the name."""
+    """The class of the exception or of the non-JSON value, unless ``ok``; in ASCII, since the program chooses the name.
+    """
 
     @property
     def shown(self) -> str:
-        """The outcome in a word: ``repr`` of the value, or the class."""
+        """A short form of the outcome: ``repr`` of the value, or the class."""
         try:
             return repr(self.value) if self.ok else self.error
-        except RecursionError as error:  # lists in lists in lists …
+        except RecursionError as error:  # deeply nested lists
             return type(error).__name__
 
 
@@ -83,10 +84,10 @@ async def call_function(
     argument_lists: Sequence[Sequence[Json]],
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> list[CallOutcome]:
-    """Call ``function`` of the file ``path`` once per argument list, in one fresh process; returns the outcomes.
+    """Call ``function`` of the file ``path`` once per argument list, in one fresh process; return the outcomes.
 
-    A program that cannot even be loaded ends every call with the exception it raised.
-    Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not the program.
+    If the program cannot be loaded, every call ends with the exception that it raised.
+    Raises :class:`~etude.errors.SandboxError` if the sandbox failed, not the program.
     """
     request = {"path": path, "function": function, "calls": [list(call) for call in argument_lists]}
     result = await sandbox.exec(["python", "-c", DRIVER], stdin=json.dumps(request), timeout_s=timeout_s)
@@ -96,9 +97,9 @@ async def call_function(
 
 
 def same_value(got: Json, expected: Json) -> bool:
-    """Compare two JSON values, which must be of the same types throughout: ``True`` is not 1, and 1.0 is not 1 either.
+    """Compare two JSON values; their types must agree throughout: neither ``True`` nor 1.0 equals 1.
 
-    Stricter than ``==`` so that what the agent is shown (``= 3.0 want 3``) is all there is to see.
+    Stricter than ``==``, so that a difference is visible in the text that the agent sees (``= 3.0 want 3``).
     """
     if isinstance(got, list) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same_value, got, expected))
@@ -119,7 +120,7 @@ def _read_outcomes(result: ExecResult) -> dict[int, CallOutcome]:
             ok, value = json.loads(outcome)
             outcomes.setdefault(int(index), _outcome(ok is True, value))
         except (ValueError, TypeError, RecursionError):
-            continue  # cut short by the cap on output, or forged
+            continue  # truncated by the output limit, or forged
     return outcomes
 
 

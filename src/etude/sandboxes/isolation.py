@@ -1,7 +1,7 @@
 """Confinement of a process by Linux: identity, namespaces, capabilities, limits, and a guaranteed end.
 
 Owns the system calls, made through libc. Uses only the standard library, because every process that runs a model's
-program imports it. :mod:`etude.sandboxes.local.zygote` decides when to use what.
+program imports it. :mod:`etude.sandboxes.local.zygote` decides which to use.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from pathlib import Path
 
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID
-"""All that an unprivileged process can unshare."""
+"""All namespaces that an unprivileged process can unshare."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 SECCOMP_MODE_FILTER, INSTRUCTION_BYTES = 2, 8
 CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)
@@ -29,7 +29,7 @@ FILE_LIMIT_BYTES = 8 << 20
 DESCRIPTOR_LIMIT = 32
 """Files that one process may have open."""
 PROCESS_LIMIT = 64
-"""Processes and threads of one worker at any time; only a user namespace makes this count private."""
+"""Processes and threads of one worker at a time; only a user namespace makes this count private."""
 PENDING_SIGNALS_LIMIT = 256
 """Pending signals and timers of one worker; the kernel counts them per user of the machine."""
 COUNTS = {"max_inotify_instances": 16, "max_inotify_watches": 1024}
@@ -48,17 +48,17 @@ def become_user(user: int) -> None:
 def enter_namespaces() -> bool:
     """Enter a new user namespace and others (children: a new process namespace), or change nothing.
 
-    The user keeps its own number and is root nowhere. False when the machine does not permit it.
+    The user keeps its own number and is not root anywhere. Returns False if the machine does not permit it.
     """
     user, group = os.geteuid(), os.getegid()
     if LIBC.unshare(NAMESPACES) != 0:
         return False
-    _prctl(PR_SET_DUMPABLE, 1)  # a process that changed user may not write its own maps otherwise
+    _prctl(PR_SET_DUMPABLE, 1)  # otherwise a process that changed user may not write its own maps
     Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="utf-8")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="utf-8")
     for name, most in COUNTS.items():
-        with suppress(OSError):  # a kernel without it counts in another way
+        with suppress(OSError):  # older kernels count differently
             Path("/proc/sys/user", name).write_text(str(most), encoding="utf-8")
     return True
 
@@ -101,7 +101,7 @@ def enter_root(directory: int, *, chroot: bool) -> None:
 def install_filter(program: bytes) -> None:
     """Install a seccomp program for all system calls of this process and its children, irreversibly.
 
-    Raises ``OSError`` where the kernel takes none.
+    Raises ``OSError`` if the kernel does not support it.
     """
     code = ctypes.create_string_buffer(program, len(program))
     filtering = struct.pack("HP", len(program) // INSTRUCTION_BYTES, ctypes.addressof(code))
@@ -133,7 +133,9 @@ def end_command(leader: int) -> int:
 
 
 def _kill_children() -> None:
-    """Kill all other processes of our own process namespace; else our children, whose orphans we then adopt."""
+    """Kill all other processes of this process namespace, or without one, the children, whose orphans this process
+    adopts.
+    """
     if os.getpid() == 1:
         _kill(-1)
         return
@@ -142,7 +144,7 @@ def _kill_children() -> None:
 
 
 def _kill(process: int) -> None:
-    with suppress(ProcessLookupError):  # it ended by itself
+    with suppress(ProcessLookupError):  # it already ended
         os.kill(process, signal.SIGKILL)
 
 

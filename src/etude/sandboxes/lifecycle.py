@@ -42,14 +42,14 @@ async def close_all(closables: Iterable[Closable]) -> list[BaseException]:
 
 
 class SharedLock:
-    """A readers-writer lock of one sandbox that can be closed for good; waiting callers then get an error.
+    """A readers-writer lock of one sandbox that can be closed permanently; waiting callers then get an error.
 
-    A caller that waits for exclusive use keeps new callers out, so that it is not starved.
+    A caller that waits for exclusive use blocks new callers, so that it is not starved.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         """``check`` is called on entry and exit. It raises :class:`~etude.errors.SandboxError` once results of the
-        sandbox cannot be trusted any more, which may be before the lock is closed.
+        sandbox are no longer trustworthy, possibly before the lock is closed.
         """
         self._check_sandbox = check
         self._change = asyncio.Condition()
@@ -59,7 +59,7 @@ class SharedLock:
 
     @asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        """Use along with others. Raises :class:`~etude.errors.SandboxError` once the lock is closed."""
+        """Use the sandbox along with others. Raises :class:`~etude.errors.SandboxError` once the lock is closed."""
         async with self._change:
             await self._change.wait_for(lambda: self._is_closed or not self._is_exclusive)
             self._check()
@@ -77,7 +77,7 @@ class SharedLock:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Use without any other. Raises :class:`~etude.errors.SandboxError` once the lock is closed."""
+        """Use the sandbox alone. Raises :class:`~etude.errors.SandboxError` once the lock is closed."""
         async with self._change:
             await self._change.wait_for(lambda: self._is_closed or not self._is_exclusive)
             self._check()

@@ -1,7 +1,7 @@
-"""Free memory of the machine, from the kernel: /proc, the cgroups of this process, pressure stalls.
+"""Free memory of the machine, from the kernel: /proc, the cgroups of this process, pressure stall information.
 
-Owns what the files mean. What follows from it is decided in :mod:`etude.sandboxes.warm_pool`. Linux only; what a
-kernel does not have is left out.
+Owns the interpretation of these files; :mod:`etude.sandboxes.warm_pool` acts on it. Linux only; features that a kernel
+lacks are left out.
 """
 
 import math
@@ -14,24 +14,24 @@ from etude.errors import InfrastructureError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """One reading of the machine's memory."""
+    """A reading of the machine's memory."""
 
     available_bytes: float
-    """Bytes that can be taken before something is swapped out or killed."""
+    """Bytes that can be allocated before the kernel swaps or kills."""
     stalled: float = math.nan
-    """Share of the last ten seconds in which something waited for memory; ``nan`` where the kernel does not tell."""
+    """Share of the last ten seconds in which some task waited for memory; ``nan`` if the kernel does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFiles:
-    """File names of memory figures in one version of cgroups."""
+    """Names of the memory files in one version of cgroups."""
 
     controller: str
     """Name of the hierarchy in ``/proc/self/cgroup``."""
     limit: str
     usage: str
     reclaimable: str
-    """Line of ``memory.stat`` with the page cache that is given back first."""
+    """Line of ``memory.stat`` with the page cache that is reclaimed first."""
 
 
 VERSION_1 = MemoryFiles(
@@ -42,7 +42,7 @@ VERSION_1 = MemoryFiles(
 )
 VERSION_2 = MemoryFiles(controller="", limit="memory.max", usage="memory.current", reclaimable="inactive_file")
 PLACES = (("memory", VERSION_1), ("", VERSION_2), ("unified", VERSION_2))
-"""Mount points of each, below ``/sys/fs/cgroup``."""
+"""Mount points of each version, below ``/sys/fs/cgroup``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class MemoryGauge:
     cgroups: Path = Path("/sys/fs/cgroup")
 
     def read(self) -> MachineMemory:
-        """The memory left: of the machine, or of the tightest cgroup above this process.
+        """The memory left: that of the machine, or of the tightest cgroup above this process.
 
-        Raises :class:`~etude.errors.InfrastructureError` where the kernel does not say what is available.
+        Raises :class:`~etude.errors.InfrastructureError` if the kernel does not report available memory.
         """
         left = [self._machine_bytes(), *self._cgroup_bytes()]
         stalls = [_stalled(_text(self.proc / "pressure" / "memory"))]
@@ -83,7 +83,7 @@ class MemoryGauge:
                 yield int(limit) - int(usage) + cache
 
     def _groups(self) -> Iterator[tuple[Path, MemoryFiles]]:
-        """The cgroups of this process and those above them, where they are mounted."""
+        """The cgroups of this process and their ancestors, where they are mounted."""
         paths: dict[str, str] = {}
         for line in _text(self.proc / "self" / "cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -96,7 +96,7 @@ class MemoryGauge:
 
 
 def _text(file: Path) -> str:
-    """The text of a file; empty if it is not there or may not be read."""
+    """The text of a file; empty if it is missing or unreadable."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError:
@@ -113,7 +113,7 @@ def _field(text: str, name: str) -> int | None:
 
 
 def _stalled(text: str) -> float:
-    """The share of the last ten seconds in which something waited; ``nan`` if the text does not say."""
+    """The share of the last ten seconds in which some task waited; ``nan`` if the text has none."""
     for line in text.splitlines():
         kind, *figures = line.split()
         if kind == "some":

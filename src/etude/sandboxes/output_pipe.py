@@ -1,7 +1,7 @@
-"""Output pipes of commands, read as they fill, for as long as any process may write to them.
+"""Output pipes of commands, read continuously as long as any process may write to them.
 
-Owns both ends, and the writing one until a command has its copy of it. What comes after a command has ended is its
-descendants' and is thrown away, but read: a server that logs must not stop for lack of a reader.
+Owns both ends, the write end until a command has its copy. Output after a command has ended comes from its descendants:
+it is read, because a server that logs must not block, and discarded.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from etude.protocols import ExecResult
 
 
 class OutputPipe(asyncio.Protocol):
-    """Pipe that keeps the first ``limit_bytes`` of an output."""
+    """A pipe that keeps the first ``limit_bytes`` of an output."""
 
     def __init__(self, limit_bytes: int, file: BinaryIO, theirs: int) -> None:
         self._limit_bytes = limit_bytes
@@ -26,14 +26,14 @@ class OutputPipe(asyncio.Protocol):
         self._transport: asyncio.ReadTransport | None = None
         self._keeps = True
         self.theirs = theirs
-        """The end to write to, until :meth:`close_write_end`; then -1."""
+        """The write end, until :meth:`close_write_end`; then -1."""
         self.data = bytearray()
         self.truncated = False
-        """True once something was thrown away that a command had printed."""
+        """True once output of the command was discarded."""
 
     @classmethod
     async def open(cls, limit_bytes: int) -> Self:
-        """Make a pipe and begin to read."""
+        """Make a pipe and start to read."""
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         file = os.fdopen(ours, "rb", buffering=0)
         pipe = cls(limit_bytes, file, theirs)
@@ -47,7 +47,7 @@ class OutputPipe(asyncio.Protocol):
 
     @property
     def text(self) -> str:
-        """The bytes kept, as text; those that are no UTF-8 are shown as such."""
+        """The stored bytes as text; bytes that are not UTF-8 are escaped."""
         return self.data.decode("utf-8", "replace")
 
     @property
@@ -56,13 +56,13 @@ class OutputPipe(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def close_write_end(self) -> None:
-        """Close our copy of the end to write to; calling it twice is harmless."""
+        """Close this process's copy of the write end; calling it twice is harmless."""
         if self.theirs >= 0:
             os.close(self.theirs)
             self.theirs = -1
 
     def finish(self) -> None:
-        """Take what is in the pipe now, which is the last that is kept."""
+        """Read what is in the pipe now; later output is discarded."""
         if self._keeps and self.is_open:
             left = struct.unpack("i", fcntl.ioctl(self._file, termios.FIONREAD, bytes(4)))[0]
             while left > 0 and (data := os.read(self._file.fileno(), left)):
@@ -71,14 +71,14 @@ class OutputPipe(asyncio.Protocol):
         self._keeps = False
 
     def close(self) -> None:
-        """Stop listening: who writes now finds the pipe broken. Calling it twice is harmless."""
+        """Stop reading: later writers get a broken pipe. Calling it twice is harmless."""
         self._keeps = False
         self.close_write_end()
         if self._transport is not None:
             self._transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Take what was printed."""
+        """Store output that has arrived."""
         if self._keeps:
             room = self._limit_bytes - len(self.data)
             self.data += data[:room]
@@ -103,7 +103,7 @@ def exec_result(outputs: Sequence[OutputPipe], exit_code: int, *, timed_out: boo
 class DescendantOutputs:
     """Drains the outputs of commands that ended but left a process that may still print.
 
-    At most ``limit`` are listened to; who writes to the oldest finds it broken.
+    At most ``limit`` pipes are read; writers to the oldest get a broken pipe.
     """
 
     def __init__(self, limit: int) -> None:
@@ -111,7 +111,7 @@ class DescendantOutputs:
         self._pipes: deque[OutputPipe] = deque()
 
     def add(self, pipes: Iterable[OutputPipe]) -> None:
-        """Listen to the pipes of a command that ended, if any process still has them open."""
+        """Keep reading the pipes of a command that ended, if any process still has them open."""
         for pipe in pipes:
             pipe.close_write_end()
             pipe.finish()
@@ -121,6 +121,6 @@ class DescendantOutputs:
             self._pipes.popleft().close()
 
     def close(self) -> None:
-        """Listen to nothing any more."""
+        """Stop reading all pipes."""
         while self._pipes:
             self._pipes.popleft().close()

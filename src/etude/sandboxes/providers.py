@@ -17,12 +17,12 @@ from etude.sandboxes.remote.client import RemoteSandboxes
 from etude.sandboxes.remote.hosts import HostedSandboxes
 
 KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
-"""Holds the key of a remote server of sandboxes."""
+"""Environment variable with the key of a remote sandbox server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderContext:
-    """The run that a provider is made for, beside its own options."""
+    """The run that a provider is made for, besides its own options."""
 
     kind: str
     """``sandboxes.kind``."""
@@ -31,17 +31,17 @@ class ProviderContext:
 
 
 def open_local(options: LocalOptions, context: ProviderContext) -> SandboxProvider:
-    """Short programs over a folder."""
+    """Short programs in a folder of this machine."""
     return LocalSandboxes(workers=options.workers)
 
 
 def open_namespaces(options: Section, context: ProviderContext) -> SandboxProvider:
-    """Small machines of namespaces."""
+    """Sandboxes of Linux namespaces."""
     return NamespaceSandboxes(bases=context.store.bases)
 
 
 def open_oci(options: Section, context: ProviderContext) -> SandboxProvider:
-    """Containers of the runtime that has the kind's name."""
+    """Containers of the OCI runtime named by the kind."""
     return OciSandboxes(RUNTIMES[context.kind], bases=context.store.bases)
 
 
@@ -51,7 +51,7 @@ def open_qemu(options: Section, context: ProviderContext) -> SandboxProvider:
 
 
 def open_remote(options: RemoteOptions, context: ProviderContext) -> SandboxProvider:
-    """Sandboxes of a server, or of several. Raises :class:`~etude.errors.ConfigError` without their key."""
+    """Sandboxes of one or more servers. Raises :class:`~etude.errors.ConfigError` without their key."""
     key = sandboxes_key()
     if options.urls:
         return HostedSandboxes(options.urls, key, connections=options.connections)
@@ -59,7 +59,7 @@ def open_remote(options: RemoteOptions, context: ProviderContext) -> SandboxProv
 
 
 def sandboxes_key() -> str:
-    """The key of servers of sandboxes, from the environment. Raises :class:`~etude.errors.ConfigError` without it."""
+    """The key of sandbox servers, from the environment. Raises :class:`~etude.errors.ConfigError` if it is missing."""
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
         raise ConfigError(f"sandboxes on another machine need their server's key: set {KEY_VARIABLE}")

@@ -1,7 +1,7 @@
 """A private, locked directory for files that must not outlive their process.
 
-Owns its life, and that of the directories in it: one whose owner was killed is removed by the next one, since the
-lock on it tells whether its owner lives. What is in a sandbox's directory: :mod:`etude.sandboxes.folders`.
+Owns its lifetime, and that of the directories in it: a lock shows whether the owner is alive, so the next process
+removes directories of killed owners. The content of a sandbox's directory is in :mod:`etude.sandboxes.folders`.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from etude.errors import SandboxError
 
 PREFIX = "etude-sandboxes-"
 MEMORY = Path("/dev/shm")
-"""Files there never reach a disk."""
+"""A file system in memory: files there never reach a disk."""
 
 
 class Scratch:
@@ -29,10 +29,10 @@ class Scratch:
 
     @classmethod
     def open(cls, parent: Path | None, *, passable: bool = False) -> Self:
-        """Make one in ``parent`` (default: memory if there is any, else the temporary directory) and sweep dead ones.
+        """Make one in ``parent`` (default: memory if available, else the temporary directory), and remove dead ones.
 
-        Other users get no further than its path, for below it may be files of root's that lend its rights: layers of
-        images. With ``passable`` they reach, but cannot list, what its directories let them.
+        Other users cannot enter it, because it may contain set-uid files of root from image layers. With ``passable``
+        they can traverse it, but not list it, as far as its directories permit.
 
         Raises :class:`~etude.errors.SandboxError` if ``parent`` cannot be written.
         """
@@ -45,7 +45,7 @@ class Scratch:
             ) from error
         lock = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        path = unlocked.rename(parent / unlocked.name.removeprefix("new-"))  # from now on others may sweep it
+        path = unlocked.rename(parent / unlocked.name.removeprefix("new-"))  # from now on other processes may remove it
         if passable:
             path.chmod(0o711)
         for other in parent.glob(PREFIX + "*"):
@@ -53,7 +53,7 @@ class Scratch:
         return cls(path, lock)
 
     def create(self, *, reader: int | None) -> Path:
-        """Make the directory of a new sandbox; besides us, only the group number ``reader`` may read it: the user of a
+        """Make the directory of a new sandbox. Besides the owner, only the group ``reader`` may read it: the user of a
         sandbox has a group of the same number.
         """
         self._created += 1
@@ -65,7 +65,7 @@ class Scratch:
         return path
 
     def remove(self, path: Path) -> None:
-        """Remove a sandbox's directory and all in it."""
+        """Remove a sandbox's directory with its content."""
         _remove_tree(path)
 
     def close(self) -> None:
@@ -75,11 +75,11 @@ class Scratch:
 
 
 def _remove_if_dead(path: Path) -> None:
-    """Remove a scratch directory of ours whose lock is free."""
+    """Remove a scratch directory of this user whose lock is free."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        return  # another user's, or just gone
+        return  # another user's, or just removed
     try:
         if os.fstat(lock).st_uid == os.geteuid():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,7 +91,7 @@ def _remove_if_dead(path: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a tree, however deep, whatever its modes: inner folders are lifted to the top, then emptied."""
+    """Remove a tree of any depth and modes: inner folders are moved to the top, then emptied."""
     lifted = (path / f"{uuid4().hex}-{number}" for number in itertools.count())
     waiting = [path]
     while waiting:
@@ -103,7 +103,7 @@ def _remove_tree(path: Path) -> None:
                 inner.unlink()
                 continue
             if folder != path:
-                inner.chmod(0o700)  # moving a folder changes its "..", which takes the right to write it
+                inner.chmod(0o700)  # moving a folder changes its "..", which needs write permission
                 inner = inner.rename(next(lifted))
             waiting.append(inner)
         if folder != path:

@@ -4,12 +4,12 @@
         └─ template   one per specification and setup: its rows are in; at most ``templates`` are kept
               └─ fork one per rollout: its own files, its own server, started (or alive already: LIVE_FORK)
 
-Servers run as the agent does, in ``/home/agent/.services``, and listen on the loopback of the sandbox and on a socket.
-They keep nothing after a power cut, so nothing waits for a disk. What is in a database is the setup's; who may
-do what in it is for its agent to find out: role ``app`` owns database ``app``, and there is no password.
+Servers run as the agent's user, in ``/home/agent/.services``, and listen on the sandbox's loopback and on a socket.
+State need not survive a power failure, so no write is flushed to disk. The setup fills a database; the agent has to
+find out the permissions by itself: role ``app`` owns database ``app``, and there is no password.
 
-Owns the templates and the servers' configuration. Which services a task has is said by its
-:class:`~etude.sandbox_spec.EnvironmentSpec`, how a database is judged by :mod:`etude.rewards.graders.queries`.
+Owns the templates and the servers' configuration. A task's :class:`~etude.sandbox_spec.EnvironmentSpec` names its
+services; :mod:`etude.rewards.graders.queries` judges a database.
 
 States of a template: preparing ──▶ ready ──fork──▶ ready ──evicted, failed or provider closed──▶ closed.
 Waits for servers with a deadline.
@@ -34,18 +34,18 @@ from etude.sandboxes.entrypoint import started
 from etude.sandboxes.lifecycle import close_all
 
 HOME = "/home/agent/.services"
-"""Folder of servers' files, inside: a place of the agent's that is not its working folder."""
+"""Folder of servers' files inside the sandbox: owned by the agent, outside its working folder."""
 SOCKETS = f"{HOME}/run"
 """Folder of PostgreSQL's socket."""
 DATABASE, OWNER, SUPERUSER = "app", "app", "postgres"
-"""The database of a task, the role that owns it and has no other rights, and the role that may do all."""
+"""The database of a task, the role that owns it and has no other rights, and the superuser."""
 DEADLINE_S = 180.0
-"""For one step: an installation, a start, a setup. It takes about a second, and ten on an emulated machine."""
+"""Deadline of one step: an installation, a start, a setup. It takes about a second, or ten on an emulated machine."""
 POLLS_PER_S = 100
 NOT_INSTALLED = 69
-"""Exit code of a script that finds no server to start (``EX_UNAVAILABLE``)."""
+"""Exit code of a script that finds no server program (``EX_UNAVAILABLE``)."""
 LOG_LINES = 12
-"""Characters of a server's log in the error that says it did not come up."""
+"""Lines of a server's log in the error for a failed start."""
 
 POSTGRES_PROGRAMS = f"""
 set -eu; umask 077
@@ -53,7 +53,7 @@ for bin in /usr/lib/postgresql/*/bin; do [ -x "$bin/postgres" ] && export PATH="
 command -v initdb >/dev/null && command -v psql >/dev/null || exit {NOT_INSTALLED}
 data={HOME}/postgres log={HOME}/postgres.log
 """
-"""Folders of the server's programs; of several versions, the last is used."""
+"""Folders of the server's programs; if there are several versions, the last is used."""
 POSTGRES_INSTALL = f"""
 mkdir -p {SOCKETS}
 initdb -D "$data" -U {SUPERUSER} -A trust -E UTF8 --locale=C.UTF-8 --wal-segsize=1 --no-sync --no-instructions >&2
@@ -80,7 +80,7 @@ timezone = 'UTC'
 log_timezone = 'UTC'
 END
 """
-"""Segments of one MiB instead of sixteen: a start rewrites the last one, which every fork then has for itself."""
+"""Segments of 1 MiB instead of 16: a start rewrites the last segment, so every fork has its own copy of it."""
 POSTGRES_START = f"""
 rm -f "$data/postmaster.pid"
 setsid postgres -D "$data" >"$log" 2>&1 </dev/null &
@@ -98,7 +98,7 @@ POSTGRES_SETUP = f"""
 psql -X -q -h {SOCKETS} -U {OWNER} -d {DATABASE} -v ON_ERROR_STOP=1 -f - >/dev/null
 psql -X -q -h {SOCKETS} -U {SUPERUSER} -d {DATABASE} -c ANALYZE
 """
-"""Statistics are part of the state: nothing gathers them later."""
+"""Statistics are part of the state: nothing collects them later."""
 POSTGRES_STOP = 'pg_ctl -D "$data" -m fast -w -s stop'
 
 REDIS_PROGRAMS = f"""
@@ -121,7 +121,7 @@ REDIS_STOP = 'redis-cli shutdown save; while [ -n "$(redis-cli ping 2>/dev/null)
 
 
 Step: TypeAlias = Literal["install", "start", "create", "setup", "stop"]
-"""A step of a server's life: which of the scripts of a :class:`ServerScripts` is run."""
+"""A step of a server's life: which script of :class:`ServerScripts` to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +129,21 @@ class ServerScripts:
     """The shell scripts that run one kind of service; each begins with ``programs``."""
 
     package: str
-    """Debian's, which has the programs."""
+    """The Debian package with the programs."""
     programs: str
-    """Finds the programs, or ends with ``NOT_INSTALLED``."""
+    """Finds the programs, or exits with ``NOT_INSTALLED``."""
     install: str
-    """Makes an empty state."""
+    """Creates an empty state."""
     start: str
-    """Returns when the server answers; prints the end of its log if it does not."""
+    """Returns when the server answers; otherwise prints the end of its log."""
     create: str
     """Run once, on the empty state."""
     setup: str
-    """Reads what a task has in :attr:`~etude.sandbox_spec.Service.setup`; fails at its first mistake."""
+    """Reads a task's :attr:`~etude.sandbox_spec.Service.setup`; fails at the first error."""
     stop: str
-    """Returns when everything is on the disk and the server is gone."""
+    """Returns when all data is on disk and the server has ended."""
     variables: Mapping[str, str]
-    """By which programs find it."""
+    """Environment variables by which programs find it."""
 
 
 SERVERS = MappingProxyType(
@@ -180,7 +180,7 @@ SERVERS = MappingProxyType(
 def variables(services: Sequence[Service]) -> dict[str, str]:
     """Variables by which a sandbox's commands find these services: ``PGHOST``, ``DATABASE_URL``, ``REDIS_URL`` …
 
-    ``ValueError`` for two of a kind: they would take each other's port.
+    ``ValueError`` for two of a kind: they would use the same port.
     """
     kinds = [service.kind for service in services]
     twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
@@ -190,10 +190,10 @@ def variables(services: Sequence[Service]) -> dict[str, str]:
 
 
 def sandbox_spec(environment: EnvironmentSpec, image: Image | None = None) -> SandboxSpec:
-    """The spec of an environment's sandbox, without its services. ``image`` is what ``environment.image`` refers
-    to.
+    """The spec of an environment's sandbox, without its services. ``image`` is the image that ``environment.image``
+    refers to.
 
-    Raises :class:`~etude.errors.ConfigError` for an environment with an image, when it is not there.
+    Raises :class:`~etude.errors.ConfigError` if the environment has an image and ``image`` is missing.
     """
     if environment.image and image is None:
         raise ConfigError(
@@ -227,32 +227,32 @@ class ServicedSandboxes:
     """
 
     def __init__(self, provider: SandboxProvider, *, templates: int = 16, deadline_s: float = DEADLINE_S) -> None:
-        """At most ``templates`` prepared states are kept; the one that was not asked for longest goes first.
+        """At most ``templates`` prepared states are kept; the least recently used is removed first.
 
-        ``deadline_s`` is for one step of one service. ``provider`` is closed with this.
+        ``deadline_s`` applies to each step of a service. ``provider`` is closed with this object.
         """
         if templates < 1:
             raise ValueError(f"templates={templates}: at least the state that is being forked has to be kept")
         self._provider = provider
         self._capacity = templates
         self._deadline_s = deadline_s
-        self._bare: dict[str, asyncio.Task[Image]] = {}  # as many as there are images with services
+        self._bare: dict[str, asyncio.Task[Image]] = {}  # one per image with services
         self._templates: OrderedDict[str, _ServiceTemplate] = OrderedDict()
         self._evicting: set[asyncio.Task[list[BaseException]]] = set()
         self._closed = False
 
     async def capabilities(self) -> frozenset[Capability]:
-        """The provider's own."""
+        """The provider's capabilities."""
         return await self._provider.capabilities()
 
     async def create(
         self, files: Mapping[str, str], spec: SandboxSpec | None = None, services: Sequence[Service] = ()
     ) -> Sandbox:
-        """A fresh sandbox that holds ``files`` and in which ``services`` answer.
+        """A fresh sandbox that holds ``files`` and whose ``services`` answer.
 
-        Raises :class:`~etude.errors.ConfigError` if a server is not installed in there,
-        :class:`~etude.errors.SandboxError` with the end of its log if one does not come up or refuses its setup,
-        :class:`~etude.errors.Unsupported` from a provider that cannot have any, and like the provider.
+        Raises :class:`~etude.errors.ConfigError` if a server is not installed in it,
+        :class:`~etude.errors.SandboxError` with the end of the log if a server does not start or its setup fails,
+        :class:`~etude.errors.Unsupported` if the provider cannot run services; also raises the provider's errors.
         """
         if self._closed:
             raise SandboxError("the sandbox provider is closed")
@@ -267,7 +267,7 @@ class ServicedSandboxes:
             )
         complete = replace(
             complete,
-            image=replace(image, entrypoint=(), healthchecks=()),  # which may need the services
+            image=replace(image, entrypoint=(), healthchecks=()),  # these may need the services
             environment={**complete.environment, **variables(services)},
         )
         sandbox = await self._fork(complete, tuple(services), live)
@@ -283,7 +283,7 @@ class ServicedSandboxes:
         return sandbox
 
     async def close(self) -> None:
-        """Give up the templates and close the provider; calling it twice is harmless."""
+        """Drop the templates and close the provider; calling it twice is harmless."""
         self._closed = True
         bare = list(self._bare.values())
         for preparing in bare:
@@ -297,7 +297,7 @@ class ServicedSandboxes:
             raise failures[0]
 
     async def _check_provider(self) -> bool:
-        """Say whether forks have their processes, too; the provider can do the rest, or ``Unsupported`` is raised."""
+        """True if forks include processes. Raises ``Unsupported`` if the provider lacks another required capability."""
         granted = await self._provider.capabilities()
         name = type(self._provider).__name__
         for capability in (Capability.SNAPSHOT, Capability.FORK, Capability.BACKGROUND, Capability.NETWORK_OFF):
@@ -306,7 +306,7 @@ class ServicedSandboxes:
         return Capability.LIVE_FORK in granted
 
     async def _fork(self, spec: SandboxSpec, services: tuple[Service, ...], live: bool) -> Sandbox:
-        """A copy of the template; of a new one if the old one is no more (its time to live is over, say)."""
+        """A copy of the template, or of a new one if the old one has ended (for example, its time to live)."""
         digest = template_digest(spec, services)
         for is_last in (False, True):
             template = self._templates.get(digest)
@@ -332,7 +332,7 @@ class ServicedSandboxes:
         await template.close()
 
     def _evict(self) -> None:
-        """Begin to close what was not asked for longest; never one that has a caller."""
+        """Begin to close the least recently used template, but never one in use."""
         idle = [digest for digest, template in self._templates.items() if not template.users]
         surplus = max(0, len(self._templates) - self._capacity)
         evicting = asyncio.ensure_future(close_all([self._templates.pop(digest) for digest in idle[:surplus]]))
@@ -340,12 +340,12 @@ class ServicedSandboxes:
         evicting.add_done_callback(self._evicting.discard)
 
     async def _prepare(self, spec: SandboxSpec, services: tuple[Service, ...], live: bool) -> Sandbox:
-        """A sandbox with the setup in it; servers stopped, unless forks are to have them running."""
+        """A sandbox after the setup, with stopped servers unless forks include running ones."""
         kinds = tuple(sorted(service.kind for service in services))
         bare = await self._bare_image(spec.image, kinds)
         try:
             sandbox = await self._provider.create({}, replace(spec, image=bare))
-        except (SandboxError, ConfigError):  # the host that keeps it may be full or gone: the next try makes it anew
+        except (SandboxError, ConfigError):  # its host may be full or lost: the next attempt makes it again
             self._forget_bare(bare)
             raise
         try:
@@ -361,12 +361,12 @@ class ServicedSandboxes:
         return sandbox
 
     async def _bare_image(self, image: Image, kinds: tuple[ServiceKind, ...]) -> Image:
-        """``image`` with an empty state of each kind; made once for all callers."""
+        """``image`` with an empty state for each kind; made once for all callers."""
         key = template_digest(SandboxSpec(image=image), [Service(kind=kind) for kind in kinds])
         making = self._bare.get(key)
         if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
             making = self._bare[key] = asyncio.ensure_future(self._install(image, kinds))
-        await asyncio.wait({making})  # it goes on for the others when this caller gives up
+        await asyncio.wait({making})  # it continues for the others when this caller gives up
         if making.cancelled():
             raise SandboxError("the sandbox provider is closed")
         return making.result()
@@ -390,7 +390,7 @@ class ServicedSandboxes:
             await sandbox.close()
 
     async def _run(self, sandbox: Sandbox, kind: ServiceKind, step: Step, stdin: str = "") -> None:
-        """One step of one service. Raises :class:`~etude.errors.SandboxError` with the reason it gives."""
+        """One step of one service. Raises :class:`~etude.errors.SandboxError` with the step's error."""
         server = SERVERS[kind]
         script = f"{server.programs}\n{getattr(server, step)}\n"
         result = await sandbox.exec(["sh", "-c", script], stdin=stdin, timeout_s=self._deadline_s)
@@ -408,16 +408,16 @@ class ServicedSandboxes:
 
 
 class _ServiceTemplate:
-    """One prepared sandbox and its copies in progress: one at a time, and none while it is being closed."""
+    """One prepared sandbox and the copies in progress: one at a time, and none while it is being closed."""
 
     def __init__(self, preparing: "asyncio.Task[Sandbox]") -> None:
         self._preparing = preparing
         self._copying = asyncio.Lock()
         self.users = 0
-        """Callers who wait for a copy."""
+        """Number of callers that wait for a copy."""
 
     async def fork(self) -> Sandbox:
-        """A copy, once it is prepared; a caller that gives up does not take the others' template away."""
+        """A copy, once the template is ready; cancellation of one caller does not affect the others."""
         self.users += 1
         try:
             await asyncio.wait({self._preparing})
@@ -430,7 +430,7 @@ class _ServiceTemplate:
             self.users -= 1
 
     async def close(self) -> None:
-        """Close the sandbox, after the copy that is being made."""
+        """Close the sandbox, after the copy in progress."""
         self._preparing.cancel()
         await asyncio.wait({self._preparing})
         if not self._preparing.cancelled() and self._preparing.exception() is None:

@@ -1,12 +1,11 @@
-"""A bounded pool of warm sandboxes, each given out once.
+"""A bounded pool of warm sandboxes, each leased once.
 
     create ──▶ queue, by priority and arrival ──▶ lease ──close, time to live, death──▶ removed
     refill ──▶ provider.create ──▶ warm ones of the same spec ──▲   └── too old, in the way, memory short ──▶ removed
 
-Owns the order of those who wait, the places, and every sandbox from its start to its removal. A sandbox is started
-without files and gets them when it is leased; its time to live begins with its lease. :class:`_Planner` decides
-everything, synchronously; tasks of the pool start and remove what it decided and call it again. Every wait has a
-deadline.
+Owns the queue of requests, the capacity, and every sandbox from its start to its removal. A sandbox starts without
+files and gets them when it is leased; its time to live begins with its lease. :class:`_Planner` makes all decisions
+synchronously; tasks of the pool execute them (start, remove) and call it again. Every wait has a deadline.
 """
 
 import asyncio
@@ -26,17 +25,17 @@ from etude.sandboxes.lifecycle import close_all
 from etude.sandboxes.memory_pressure import MachineMemory, MemoryGauge
 
 TICK_S = 0.25
-"""Time between two looks at the machine's memory and at what waits too long."""
+"""Interval for checks of the machine's memory and of expired waits."""
 DEMAND_S = 300.0
-"""A spec that was not asked for so long keeps nothing warm."""
+"""A spec that was not requested for this long keeps no warm sandboxes."""
 CHECK_S = 2.0
-"""Deadline for a warm sandbox to show that it is alive, before it is leased."""
+"""Deadline of the liveness check of a warm sandbox before its lease."""
 FRESH_S = 5.0
-"""A sandbox that became ready so recently is leased without that look."""
+"""A sandbox that became ready this recently is leased without a liveness check."""
 CANCEL_S = 5.0
-"""Deadline for a provider to end a start or a removal that was cancelled."""
+"""Deadline for a provider to end a cancelled start or removal."""
 RETRIES = Backoff(first_s=0.1, longest_s=30.0)
-"""Delays after starts that failed."""
+"""Delays after failed starts."""
 CLOSED = "the pool of sandboxes is closed"
 DEFAULT_SPEC = SandboxSpec()
 GAUGE = MemoryGauge()
@@ -47,33 +46,33 @@ class WarmPoolLimits:
     """Limits of a pool; the defaults suit a small machine that runs nothing else."""
 
     live: int = 256
-    """Sandboxes in any state, those being removed included: they still have memory and processes."""
+    """Sandboxes in any state, including those being removed, which still use memory and processes."""
     reserved: int = 4
-    """Places of these that only urgent requests get, at most ``live`` − 1. Graders are urgent: rollouts that wait for
-    their grades hold sandboxes, and would hold all of them for ever.
+    """Sandboxes of these reserved for urgent requests, at most ``live`` − 1. Graders are urgent: rollouts that wait for
+    their grades hold sandboxes, so without a reserve they could deadlock.
     """
     warm: int = 16
-    """Sandboxes that are ready and not yet asked for."""
+    """Ready sandboxes that are not yet leased."""
     starting: int = 2
-    """Starts at a time. A start takes a core and far more memory than a sandbox that rests."""
+    """Concurrent starts. A start takes a core and far more memory than an idle sandbox."""
     waiting: int = 4096
-    """Requests that wait; more are refused."""
+    """Queued requests; further ones are refused."""
     wait_s: float = 600.0
     """Deadline of a request."""
     rest_s: float = 600.0
-    """Longest time that a sandbox stays warm: its own time to live goes on meanwhile."""
+    """Longest time that a sandbox stays warm: its own time to live runs meanwhile."""
     start_s: float = 120.0
     """Deadline of a start."""
     close_s: float = 30.0
-    """Deadline of a removal, which is then tried again."""
+    """Deadline of a removal, which is then retried."""
     tries: int = 3
-    """Starts that fail in a row before those who wait get the error, and tries of a removal."""
+    """Consecutive failed starts before waiting requests get the error, and attempts of a removal."""
     reserve_bytes: int = 1 << 30
-    """Memory of the machine that sandboxes never get."""
+    """Memory of the machine that sandboxes never use."""
     start_bytes: int = 256 << 20
-    """Free memory that a start takes."""
+    """Free memory required for a start."""
     stalled: float = 0.1
-    """Share of time in which something waits for memory (PSI, "some") from which nothing is started any more."""
+    """Share of time in which some task waits for memory (PSI, "some") above which nothing is started."""
 
     def __post_init__(self) -> None:
         for name in ("live", "starting", "waiting", "tries"):
@@ -88,13 +87,13 @@ class WarmPoolLimits:
 
     @property
     def ordinary(self) -> int:
-        """Places that requests without urgency may have."""
+        """Sandboxes that non-urgent requests may use."""
         return self.live - min(self.reserved, self.live - 1)
 
 
 @dataclass(slots=True)
 class WarmPoolStats:
-    """Sandboxes by state now, and counts of events since the start; for metrics."""
+    """Current sandboxes by state, and counts of events since the start; for metrics."""
 
     starting: int = 0
     warm: int = 0
@@ -103,12 +102,12 @@ class WarmPoolStats:
     waiting: int = 0
     leases: int = 0
     warm_leases: int = 0
-    """Leases of a sandbox that was warm when it was asked for."""
+    """Leases of a sandbox that was already warm."""
     start_failures: int = 0
     deaths: int = 0
-    """Warm sandboxes that had died when they were to be leased."""
+    """Warm sandboxes found dead when they were to be leased."""
     unclosed: int = 0
-    """Sandboxes whose removal failed as often as it may."""
+    """Sandboxes whose removal failed in every attempt."""
     trouble: str = ""
     """The provider's last error."""
 
@@ -120,11 +119,11 @@ class _LeaseRequest:
     order: tuple[int, int]
     key: str
     granted: asyncio.Future[tuple[Sandbox, float]]
-    """The sandbox, and when it was ready."""
+    """The sandbox, and the time at which it was ready."""
 
     @property
     def urgent(self) -> bool:
-        """True if it may use reserved places."""
+        """True if it may use the reserved capacity."""
         return self.order[0] < 0
 
     def __lt__(self, other: "_LeaseRequest") -> bool:
@@ -133,25 +132,25 @@ class _LeaseRequest:
 
 @dataclass(slots=True)
 class _Inventory:
-    """The sandboxes of one spec that nothing has leased yet."""
+    """The sandboxes of one spec that are not leased yet."""
 
     spec: SandboxSpec
     key: str
-    """Tells specs apart that do not mean the same."""
+    """Identifies specs that mean the same."""
     warm: deque[tuple[Sandbox, float]] = field(default_factory=deque)
-    """Each with the time at which it was ready, the oldest first."""
+    """Each with the time at which it became ready, the oldest first."""
     starting: int = 0
     failures: int = 0
-    """Starts that failed in a row."""
+    """Consecutive failed starts."""
     retry_at: float = -math.inf
     asked_at: float = -math.inf
     announced: int = 0
-    """Sandboxes that are going to be asked for, all at once."""
+    """Sandboxes that will be requested soon, all at once."""
 
 
 @final
 class _Planner:
-    """The decisions of a pool: which request gets which sandbox, what is started and what is removed. No I/O."""
+    """The decisions of a pool: which request gets which sandbox, which sandboxes to start and to remove. No I/O."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class _Planner:
         start: Callable[[_Inventory], None],
         remove: Callable[[Sandbox], object],
     ) -> None:
-        """``start`` and ``remove`` begin what was decided."""
+        """``start`` and ``remove`` begin to execute a decision."""
         self.queue: list[_LeaseRequest] = []
         self.inventories: dict[str, _Inventory] = {}
         self.leases: set[PooledSandbox] = set()
@@ -171,14 +170,16 @@ class _Planner:
         self._remove = remove
 
     def step(self, now: float, memory: MachineMemory) -> None:
-        """Grant what is warm, start what is asked for, then what will be; remove what is old or in the way."""
+        """Grant warm sandboxes, start requested ones, then expected ones; remove those that are old or in the way."""
         served = self._serve(now, memory)
         self._retire(now, memory)
         if served:
             self._refill(now, memory)
 
     def _serve(self, now: float, memory: MachineMemory) -> bool:
-        """Grant or start for each request in turn. False when one finds no place: none overtakes it."""
+        """Grant or start for each request in turn. Return False when one finds no capacity: no later request overtakes
+        it.
+        """
         covered: Counter[str] = Counter()
         ordinary_room = self.ordinary_room()
         for request in sorted(self.queue):
@@ -191,7 +192,7 @@ class _Planner:
                 self.queue.remove(request)
                 inventory.announced = max(0, inventory.announced - 1)
                 self.lending[request.urgent] += 1
-                request.granted.set_result(inventory.warm.pop())  # the newest: the others grow old and go
+                request.granted.set_result(inventory.warm.pop())  # the newest: the others age and are removed
             elif covered[request.key] < inventory.starting:
                 covered[request.key] += 1
             elif now >= inventory.retry_at:
@@ -203,8 +204,8 @@ class _Planner:
         return True
 
     def _refill(self, now: float, memory: MachineMemory) -> None:
-        """Start ahead of requests: as many as were announced; else the warm places are shared by the specs that were
-        asked for lately.
+        """Start ahead of requests: as many as were announced; otherwise recently requested specs share the warm
+        capacity.
         """
         recent = sorted(self.inventories.values(), key=lambda inventory: -inventory.asked_at)[: self._limits.warm]
         waiting = Counter(request.key for request in self.queue)
@@ -217,7 +218,9 @@ class _Planner:
                 self._start(inventory)
 
     def _retire(self, now: float, memory: MachineMemory) -> None:
-        """Remove what is warm for too long or for a spec out of use, and the oldest one when memory is short."""
+        """Remove sandboxes that were warm for too long or whose spec is unused, and the oldest one when memory is
+        short.
+        """
         for key, inventory in [*self.inventories.items()]:
             unused = now - inventory.asked_at >= DEMAND_S
             while inventory.warm and (unused or now - inventory.warm[0][1] >= self._limits.rest_s):
@@ -228,13 +231,13 @@ class _Planner:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Remove the oldest warm sandbox, one at a time, unless it is only a start that has to be waited for."""
+        """Remove the oldest warm sandbox, one at a time, unless only a start in progress blocks the request."""
         warm = [inventory for inventory in self.inventories.values() if inventory.warm]
         if warm and not self.removing and self.starting_count() < self._limits.starting:
             self._remove(min(warm, key=lambda inventory: inventory.warm[0][1]).warm.popleft()[0])
 
     def _may_start(self, memory: MachineMemory) -> bool:
-        """Say whether one more has a place and finds memory. A pool without any sandbox starts one on any machine."""
+        """True if there are capacity and memory for one more. An empty pool may start one on any machine."""
         starting, places = self.starting_count(), self.places()
         free_bytes = memory.available_bytes - self._limits.reserve_bytes - starting * self._limits.start_bytes
         fits = free_bytes >= self._limits.start_bytes and not memory.stalled >= self._limits.stalled
@@ -248,19 +251,19 @@ class _Planner:
         return self.starting_count() + warm + len(self.leases) + self.lending.total() + self.removing
 
     def ordinary_room(self) -> int:
-        """Count the leases that requests without urgency may still get."""
+        """The number of leases that non-urgent requests may still get."""
         in_use = self.lending[False] + sum(not lease.urgent for lease in self.leases)
         return self._limits.ordinary - in_use
 
     def inventory(self, spec: SandboxSpec, now: float) -> _Inventory:
-        """The inventory of a spec that is asked for now."""
+        """The inventory of a spec that is requested now."""
         key = _key(spec)
         inventory = self.inventories.setdefault(key, _Inventory(spec, key))
         inventory.asked_at = now
         return inventory
 
     def fail(self, requests: Sequence[_LeaseRequest], error: SandboxError) -> None:
-        """Give some of those who wait an error."""
+        """Fail some waiting requests with an error."""
         for request in list(requests):
             self.queue.remove(request)
             if not request.granted.done():
@@ -278,7 +281,7 @@ class SandboxPool:
         *,
         memory: Callable[[], MachineMemory] = GAUGE.read,
     ) -> None:
-        """``memory`` reads what the machine has left. The pool closes ``provider`` when it is closed."""
+        """``memory`` reads the machine's free memory. The pool closes ``provider`` when it is closed."""
         self._provider = provider
         self._limits = limits or WarmPoolLimits()
         self._memory = memory
@@ -291,16 +294,17 @@ class SandboxPool:
         self._closed = False
 
     async def capabilities(self) -> frozenset[Capability]:
-        """The provider's own."""
+        """The provider's capabilities."""
         return await self._provider.capabilities()
 
     async def create(
         self, files: Mapping[str, str], spec: SandboxSpec | None = None, *, priority: int = 0
     ) -> "PooledSandbox":
-        """A sandbox that was never leased before, with ``files``. Of those who wait the lower ``priority`` is served
-        first, and one below 0 may use the reserved places.
+        """A sandbox that was never leased before, with ``files``. Of the waiting requests, lower ``priority`` is served
+        first; below 0, a request may use the reserved capacity.
 
-        Raises :class:`SandboxesBusy` when too many wait already or none became free in time, and like the provider.
+        Raises :class:`SandboxesBusy` if too many requests wait already or the deadline passes; also raises the
+        provider's errors.
         """
         lease = await self._lease(spec or DEFAULT_SPEC, priority)
         try:
@@ -312,9 +316,9 @@ class SandboxPool:
         return lease
 
     def announce(self, spec: SandboxSpec, count: int) -> None:
-        """Make ``count`` sandboxes of a specification ready, as far as there is room: they will be needed soon.
+        """Prepare ``count`` sandboxes of a specification, as far as capacity allows, for use soon.
 
-        Those for whom nobody comes are removed like all that are warm for too long.
+        Unused ones are removed like all that are warm for too long.
         """
         if self._closed:
             raise SandboxError(CLOSED)
@@ -324,11 +328,11 @@ class SandboxPool:
         self._step()
 
     def urgent(self) -> "UrgentSandboxes":
-        """The same pool for those who go before all others, such as graders."""
+        """A view of this pool whose requests go first, for graders."""
         return UrgentSandboxes(self)
 
     def stats(self) -> WarmPoolStats:
-        """A copy of the figures as they are now."""
+        """A copy of the current figures."""
         return replace(
             self._stats,
             starting=self._plan.starting_count(),
@@ -339,7 +343,7 @@ class SandboxPool:
         )
 
     async def close(self) -> None:
-        """Fail those who wait, remove every sandbox and close the provider; calling it twice is harmless."""
+        """Fail waiting requests, remove every sandbox and close the provider; calling it twice is harmless."""
         self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -352,13 +356,13 @@ class SandboxPool:
         for inventory in self._plan.inventories.values():
             while inventory.warm:
                 self._remove(inventory.warm.popleft()[0])
-        while self._tasks or self._plan.lending.total():  # a start that ends may lead to a removal
+        while self._tasks or self._plan.lending.total():  # the end of a start may lead to a removal
             await asyncio.wait(self._tasks, timeout=TICK_S) if self._tasks else await asyncio.sleep(TICK_S)
         await self._provider.close()
 
     async def fork(self, lease: "PooledSandbox", count: int) -> Sequence["PooledSandbox"]:
-        """Copies of a leased sandbox, each with a lease of its own, made without waiting: a holder that waits holds a
-        sandbox meanwhile. Raises :class:`SandboxesBusy` without room, and as the sandbox does.
+        """Copies of a leased sandbox, each with its own lease, made without waiting, since a waiting holder would keep
+        a sandbox meanwhile. Raises :class:`SandboxesBusy` without capacity, and the sandbox's errors.
         """
         room = self._limits.live - self._plan.places()
         if not lease.urgent:
@@ -377,7 +381,7 @@ class SandboxPool:
         return [self._hold(copy, lease.spec, urgent=lease.urgent) for copy in copies]
 
     def end(self, lease: "PooledSandbox", reason: str) -> None:
-        """End a lease, and with it the life of its sandbox."""
+        """End a lease, and thereby its sandbox."""
         if lease in self._plan.leases:
             self._plan.leases.discard(lease)
             lease.end(reason, self._remove(lease.inner))
@@ -386,7 +390,7 @@ class SandboxPool:
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch())
         elif self._watcher.done() and not self._watcher.cancelled():
-            self._watcher.result()  # raises: without it nothing is noticed in time
+            self._watcher.result()  # raises: without the watcher no deadline is enforced
 
     async def _lease(self, spec: SandboxSpec, priority: int) -> "PooledSandbox":
         self._keep_watch()
@@ -402,7 +406,7 @@ class SandboxPool:
         raise SandboxError(f"{self._limits.tries} warm sandboxes in a row had died: {self._stats.trouble}")
 
     async def _wait(self, spec: SandboxSpec, priority: int, deadline_s: float) -> Sandbox | None:
-        """The next sandbox of a spec in turn; ``None`` if that one had died while it was warm."""
+        """The next sandbox of a spec in turn; ``None`` if that sandbox had died while warm."""
         inventory = self._plan.inventory(spec, _now())
         asked_at = inventory.asked_at
         request = _LeaseRequest(
@@ -416,7 +420,7 @@ class SandboxPool:
         except BaseException as error:
             if request in self._plan.queue:
                 self._plan.queue.remove(request)
-            elif (granted := _result(request.granted)) is not None:  # too late for the one who asked
+            elif (granted := _result(request.granted)) is not None:  # too late for the caller
                 self._plan.lending[request.urgent] -= 1
                 self._remove(granted[0])
             if isinstance(error, TimeoutError):
@@ -456,7 +460,7 @@ class SandboxPool:
         self._spawn(self._make(inventory))
 
     async def _make(self, inventory: _Inventory) -> None:
-        """Have a sandbox made that lives for its holder's time and for the time that it may be warm before."""
+        """Make a sandbox whose lifetime covers the holder's time and the warm time before."""
         limits, spec = self._limits, inventory.spec
         lasting = replace(spec, ttl_s=spec.ttl_s + limits.rest_s + limits.start_s)
         start = asyncio.ensure_future(self._provider.create({}, lasting))
@@ -479,7 +483,7 @@ class SandboxPool:
         self._step()
 
     def _start_failed(self, inventory: _Inventory, error: BaseException | None) -> None:
-        """Wait longer after each failure; fail those who wait when it goes on, or cannot end otherwise."""
+        """Wait longer after each failure; fail waiting requests after repeated failures, or if they cannot succeed."""
         self._stats.start_failures += 1
         self._stats.trouble = _words(error) if error else f"no sandbox started within {self._limits.start_s:g} s"
         inventory.failures += 1
@@ -498,7 +502,7 @@ class SandboxPool:
         return self._spawn(self._close(sandbox))
 
     async def _close(self, sandbox: Sandbox) -> None:
-        """Close a sandbox, or count it as unclosed after the last try."""
+        """Close a sandbox, or count it as unclosed after the last attempt."""
         for attempt in range(self._limits.tries):
             if attempt:
                 await asyncio.sleep(TICK_S)
@@ -534,15 +538,15 @@ class UrgentSandboxes:
     """A pool's priority view for graders; a :class:`~etude.protocols.SandboxProvider`."""
 
     def __init__(self, pool: SandboxPool) -> None:
-        """``pool`` stays the caller's to close."""
+        """The caller owns ``pool`` and closes it."""
         self._pool = pool
 
     async def capabilities(self) -> frozenset[Capability]:
-        """The pool's."""
+        """The pool's capabilities."""
         return await self._pool.capabilities()
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> "PooledSandbox":
-        """A sandbox, before all who are not urgent; see :meth:`SandboxPool.create`."""
+        """A sandbox, ahead of all non-urgent requests; see :meth:`SandboxPool.create`."""
         return await self._pool.create(files, spec, priority=-1)
 
     async def close(self) -> None:
@@ -551,8 +555,8 @@ class UrgentSandboxes:
 
 @final
 class PooledSandbox:
-    """A lease of a pool's sandbox; implements :class:`~etude.protocols.Sandbox`. It ends with ``close``, with the time
-    to live of its spec, or with the pool.
+    """A lease of a pool's sandbox; implements :class:`~etude.protocols.Sandbox`. It ends with ``close``, with its
+    spec's time to live, or with the pool.
     """
 
     def __init__(self, pool: SandboxPool, inner: Sandbox, spec: SandboxSpec, *, urgent: bool) -> None:
@@ -566,7 +570,7 @@ class PooledSandbox:
         self._ttl = asyncio.get_running_loop().call_later(spec.ttl_s, pool.end, self, reason)
 
     def end(self, reason: str, removal: asyncio.Task[None]) -> None:
-        """Refuse every call from now on; called by the pool, once."""
+        """Refuse every later call; called once, by the pool."""
         self._ended, self._removal = reason, removal
         self._ttl.cancel()
 
@@ -603,7 +607,7 @@ class PooledSandbox:
         await self._open().load(tar)
 
     async def stats(self) -> SandboxStats:
-        """Usage now. The age counts from the start, which was before the lease."""
+        """Current usage. The age counts from the start, which was before the lease."""
         return await self._open().stats()
 
     async def kill_processes(self) -> None:
@@ -615,7 +619,7 @@ class PooledSandbox:
         return await self._open().snapshot()
 
     async def fork(self, count: int = 1) -> Sequence["PooledSandbox"]:
-        """Independent copies, each with a lease of its own; see :meth:`SandboxPool.fork`."""
+        """Independent copies, each with its own lease; see :meth:`SandboxPool.fork`."""
         self._open()
         if count < 1:
             raise ValueError(f"count={count}: expected at least 1 fork")
@@ -632,7 +636,7 @@ T = TypeVar("T")
 
 
 def _result(future: asyncio.Future[T]) -> T | None:
-    """The result of a future that has one."""
+    """The result of a future, if it has one."""
     return future.result() if future.done() and not future.cancelled() and future.exception() is None else None
 
 
@@ -645,7 +649,7 @@ def _words(error: BaseException) -> str:
 
 
 def _key(spec: SandboxSpec) -> str:
-    """The same text for specs that mean the same; mappings may come in any order."""
+    """The same text for specs that mean the same; mappings may be in any order."""
     image = spec.image
     return json.dumps(
         [
@@ -660,7 +664,7 @@ def _key(spec: SandboxSpec) -> str:
 
 
 async def _find_trouble(sandbox: Sandbox) -> str:
-    """The error of a sandbox that died; empty for one that lives, or that cannot say what it uses in time."""
+    """The error of a dead sandbox; empty for one that is alive, or too slow to answer."""
     try:
         async with asyncio.timeout(CHECK_S):
             await sandbox.stats()

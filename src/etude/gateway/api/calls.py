@@ -2,12 +2,12 @@
 
     body ──protocol.parse──▶ ParsedRequest(call) ──service──▶ Answer ──parsed.body / parsed.events──▶ bytes
 
-Owns the nouns that API protocols and the service share, the errors of the APIs, and the kind of a call. A request that
-cannot be expressed here is refused by its protocol, naming the field: nothing that would change the output is ignored.
-The text of an unknown error could quote a prompt, so callers and logs only see its type and place.
+Owns the types that API protocols and the service share, the errors of the APIs, and the kind of a call. A request that
+cannot be expressed here is rejected by its protocol, naming the field: nothing that would change the output is ignored.
+The text of an unknown error could quote a prompt, so callers and logs see only its type and location.
 
-A harness marks its calls for summaries by a header or, if it cannot send one, by a text that occurs in its requests for
-summaries and nowhere else. A turn that is recorded as a summary is sampled like any other.
+A harness marks its calls for summaries with a header or, if it cannot send one, with a text that occurs only in these
+requests. A turn that is recorded as a summary is sampled like any other.
 """
 
 import logging
@@ -23,10 +23,10 @@ from etude.tokens.messages import ChatMessage, Delta, TemplateKwargs, Tool
 from etude.types import Turn, TurnKind
 
 MODEL = "policy"
-"""The one model of a gateway: the weights that its engines serve now. Other names are aliases of it."""
+"""The one model of a gateway: the current weights of its engines. Other names are aliases."""
 
 ID_BYTES = 12
-"""Randomness of the ids of requests and answers: unique, not secret."""
+"""Random bytes in the ids of requests and answers: unique, not secret."""
 
 
 def new_id() -> str:
@@ -35,7 +35,7 @@ def new_id() -> str:
 
 
 class ApiError(EtudeError):
-    """An error response; each API protocol gives it its own shape."""
+    """An error response; each API protocol gives it its own format."""
 
     def __init__(
         self, status: int, code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -43,12 +43,12 @@ class ApiError(EtudeError):
         super().__init__(message)
         self.status = status
         self.code = code
-        """E.g. ``invalid_request``; an API may have its own name for it."""
+        """Such as ``invalid_request``; an API may have its own name for it."""
         self.message = message
         self.param = param
-        """The field at fault."""
+        """The invalid field."""
         self.retry_after_s = retry_after_s
-        """Time after which to try again, where that helps: 409, 429, 503."""
+        """Seconds before a retry, for statuses where a retry helps: 409, 429, 503."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Sampling:
     top_k: int = 0
     """0: off."""
     max_tokens: int | None = None
-    """``None``: as many as the context has room for."""
+    """``None``: as many as fit into the context."""
     stops: tuple[str, ...] = ()
     """Strings that end a reply."""
     seed: int | None = None
@@ -70,7 +70,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request for the answer to a conversation, or for the continuation of a raw prompt."""
+    """A request to answer a conversation, or to continue a raw prompt."""
 
     messages: tuple[ChatMessage, ...] = ()
     """Empty for a raw prompt."""
@@ -80,9 +80,9 @@ class Call:
     prompt: str | tuple[int, ...] | None = None
     """A raw prompt, as text or as token ids, with no chat template; ``None`` for a conversation."""
     previous: str | None = None
-    """Id of an earlier answer in the same session, whose conversation ``messages`` continue."""
+    """Id of an earlier answer in the session, whose conversation ``messages`` continue."""
     instructed: bool = False
-    """True if ``messages`` begin with instructions, which then replace those of the conversation of ``previous``."""
+    """True if ``messages`` begin with instructions, which replace those of the conversation of ``previous``."""
     sampling: Sampling = Sampling()
     stream: bool = False
     single_call: bool = False
@@ -95,23 +95,23 @@ class FinishReason(StrEnum):
     """The reason why a reply ended."""
 
     STOP = "stop"
-    """The model ended it."""
+    """The model ended the reply."""
     STOP_TEXT = "stop_text"
-    """One of the caller's stop strings did."""
+    """One of the caller's stop strings ended the reply."""
     TOOL_CALLS = "tool_calls"
-    """The model waits for the results of its calls."""
+    """The model waits for the results of its tool calls."""
     LENGTH = "length"
-    """It was truncated at ``max_tokens``."""
+    """The reply was truncated at ``max_tokens``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One reply: its message, and the turn in which it was sampled."""
+    """One reply: its message, and the turn that sampled it."""
 
     message: ChatMessage
     finish_reason: FinishReason
     stop_text: str | None
-    """The caller's string that ended it, for ``STOP_TEXT``."""
+    """The caller's stop string that ended it, for ``STOP_TEXT``."""
     turn: Turn
 
 
@@ -120,7 +120,7 @@ class Answer:
     """The replies to one call."""
 
     answer_id: str
-    """24 hex digits; API protocols put their own prefix before it."""
+    """24 hex digits; API protocols add their own prefix."""
     created: int
     """Unix time in seconds."""
     model: str
@@ -130,7 +130,7 @@ class Answer:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, which all replies share."""
+        """Prompt tokens, which all replies share."""
         return len(self.replies[0].turn.prompt_ids)
 
     @property
@@ -146,7 +146,7 @@ class EventEncoder(Protocol):
     """
 
     def opening(self, answer_id: str, created: int) -> bytes:
-        """Before anything was sampled."""
+        """Events before the first token."""
         ...
 
     def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
@@ -154,20 +154,20 @@ class EventEncoder(Protocol):
         ...
 
     def closing(self, answer: Answer) -> bytes:
-        """The end, with usage; by then every reply is complete and recorded."""
+        """The final events, with usage; by then every reply is complete and recorded."""
         ...
 
     def failure(self, api_error: ApiError) -> bytes:
-        """An error after the opening, when it is too late for an HTTP status."""
+        """An error after the opening, when an HTTP status can no longer be sent."""
         ...
 
 
 class ParsedRequest(Protocol):
-    """A parsed request, which can encode its answer in its API protocol."""
+    """A parsed request, which encodes its answer in its API protocol."""
 
     @property
     def call(self) -> Call:
-        """The call that it asks for."""
+        """The requested call."""
         ...
 
     def body(self, answer: Answer) -> bytes:
@@ -181,36 +181,36 @@ class ParsedRequest(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiProtocol:
-    """One API protocol: its path, its request parser, the shape of its errors."""
+    """One API protocol: its path, its request parser, the format of its errors."""
 
     path: str
-    """Below the session, e.g. ``/v1/chat/completions``."""
+    """Path below the session, e.g. ``/v1/chat/completions``."""
     parse: Callable[[bytes], ParsedRequest]
     """Raises :class:`ApiError` naming the field at fault."""
     error_body: Callable[[ApiError], bytes]
     """The body of an error."""
     request_id_header: str
-    """Response header under which this API's clients look for the id of an answer."""
+    """Response header in which this API's clients expect the id of an answer."""
     statuses: Mapping[int, int] = field(default_factory=dict)
-    """Our status → this API's, where they differ."""
+    """The gateway's status → this API's, where they differ."""
 
 
 RETRY_AFTER_S = 1.0
-"""Default time after which a caller may try again: about one model call."""
+"""Default seconds before a retry: about one model call."""
 RETRYABLE = frozenset({409, 429, 503})
 """Statuses that are sent with ``Retry-After``."""
 UNSERVED = frozenset({"rate_limit_exceeded", "engine_unavailable", "deadline_exceeded", "draining"})
-"""Codes of calls that failed for lack of an engine, not because of their content."""
+"""Codes of calls that failed because no engine was available, not because of their content."""
 OVER_BUDGET = "key_budget_exceeded"
-"""Error code of a call that its key's budget refused."""
+"""Error code of a call that exceeds its key's budget."""
 CLIENT_CLOSED = 499
-"""Status, in metrics and logs, of a call whose caller hung up; it is never sent (nginx's number)."""
+"""Status, in metrics and logs, of a call whose caller disconnected; never sent (nginx's number)."""
 
 logger = logging.getLogger(__name__)
 
 
 def api_error_of(error: Exception, route: str) -> ApiError:
-    """Convert an exception to an API error; ``route`` is the pattern that an unknown one is logged under."""
+    """Convert an exception to an API error; an unknown exception is logged under ``route``, the matched pattern."""
     match error:
         case ApiError():
             return error
@@ -225,7 +225,7 @@ def api_error_of(error: Exception, route: str) -> ApiError:
         case EngineUnavailable():
             return ApiError(503, "engine_unavailable", str(error), retry_after_s=RETRY_AFTER_S)
         case CaptureError():
-            # Not 503: a retry would fail alike, and the rollout's record should name the reason.
+            # Not 503: a retry would fail the same way, and the rollout's record should name the reason.
             logger.error("%s: %s", route, error)
             return ApiError(500, "capture_failed", str(error))
     logger.error("%s failed: %s", route, trace_of(error))
@@ -242,7 +242,7 @@ def turn_kind_of(call: Call, headers: Mapping[str, str], mark: str = "") -> Turn
     """The kind of a call: that of its header; else a summary if the last message is the user's and contains ``mark``.
 
     A raw prompt has no messages, so only a header can make it a summary. Raises
-    :class:`~etude.gateway.api.calls.ApiError` on a header that names no kind.
+    :class:`~etude.gateway.api.calls.ApiError` for a header with an unknown kind.
     """
     kind = headers.get(TURN)
     if kind is not None:

@@ -1,17 +1,17 @@
 """OpenAI's chat completions, ``/v1/chat/completions``: requests, responses and the stream of chunks.
 
-Owns their shape and which options are understood. An option that would change the output and is not understood is
-refused by name, never ignored. Pure; tokens, sessions and HTTP are other modules'.
+Owns their format and the supported options. An unsupported option that would change the output is rejected by name,
+never ignored. Pure; other modules handle tokens, sessions and HTTP.
 
-Decisions that a reader of OpenAI's reference may miss there:
+Differences from OpenAI's reference that are easy to miss:
 
 * A tool's ``strict`` is accepted: SDKs set it by default, and the schema reaches the model either way. Sampling is not
-  constrained here, so arguments may break the schema, as without it, and a harness has to check them. ``tool_choice``
-  ``required`` or one tool's name would change what a harness does next; they are refused.
-* ``chat_template_kwargs`` are the variables of the model's template, as in vLLM; others are refused once it is
-rendered.
-* ``reasoning_effort`` and ``verbosity`` are accepted as the hints they are; no model here has such settings.
-* ``developer`` is another word for ``system``.
+  constrained here, so arguments may violate the schema and a harness has to check them. ``tool_choice`` with
+  ``required`` or one tool's name would change what a harness does next; both are rejected.
+* ``chat_template_kwargs`` are the variables of the model's template, as in vLLM; unknown ones are rejected when it is
+  rendered.
+* ``reasoning_effort`` and ``verbosity`` are accepted as hints without effect; no model here has such settings.
+* ``developer`` is a synonym of ``system``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,11 +62,11 @@ from etude.tokens.messages import CallDelta, ChatMessage, Delta, Role, TextDelta
 from etude.types import Floats, Ids, Json
 
 HINTS = frozenset({"reasoning_effort", "verbosity", "prediction", "prompt_cache_retention", "prompt_cache_options"})
-"""Fields of a body that advise models made for them, or could only change the price or the speed of an answer."""
+"""Fields that are hints for other models, or affect only the price or speed of an answer."""
 CHAT_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {
         **NEUTRAL,
-        "top_logprobs": (0,),  # engines report the logprob of what they sampled, of nothing else
+        "top_logprobs": (0,),  # engines report only the logprob of the sampled token
         "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "store": (False,),
@@ -77,21 +77,21 @@ CHAT_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
         "continue_final_message": (False,),
     }
 )
-"""Fields of a body that are accepted with the values that ask for nothing."""
+"""Fields of a body that are accepted only with values that have no effect."""
 ROLES: Mapping[str, Role] = MappingProxyType(
     {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 )
-"""Role on the wire → role of a message."""
+"""Role in the request → role of a message."""
 IGNORED_IN_REPLIES = frozenset(
     {
-        "annotations",  # citations of a web search: marks beside the text
-        "provider_specific_fields",  # LiteLLM's: what a provider sent besides
-        "thinking_blocks",  # LiteLLM's: reasoning_content once more, in Anthropic's shape
-        "reasoning_details",  # OpenRouter's: reasoning once more, in parts
-        "name",  # there is one assistant
+        "annotations",  # citations of a web search: annotations of the text
+        "provider_specific_fields",  # LiteLLM's: additional data from a provider
+        "thinking_blocks",  # LiteLLM's: reasoning_content again, in Anthropic's format
+        "reasoning_details",  # OpenRouter's: reasoning again, in parts
+        "name",  # there is only one assistant
     }
 )
-"""Fields of a reply that clients send back with it and that say nothing the model should see."""
+"""Fields of a reply that clients send back and that carry nothing the model should see."""
 MESSAGE_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "system": frozenset({"role", "content", "cache_control"}),
@@ -102,15 +102,15 @@ MESSAGE_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "tool": frozenset({"role", "content", "tool_call_id", "name", "cache_control"}),
     }
 )
-"""Fields of a message by role. A tool's ``name`` is the one of the call that it answers; ``cache_control``, there and
-in parts, is advice to Anthropic's caches.
+"""Fields of a message by role. A tool's ``name`` is that of the call it answers; ``cache_control``, also in parts, is a
+hint for Anthropic's caches.
 """
 MESSAGE_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({"images": ([],), "tool_calls": ([],)})
-"""Fields of a message that some clients always send, and that are empty where they have no place."""
+"""Fields of a message that some clients always send, empty where they do not apply."""
 PART_FIELDS = frozenset({"type", "text", "cache_control", "annotations"})
 """Fields of a text part."""
 CALL_FIELDS = frozenset({"id", "type", "function", "index", "provider_specific_fields", "extra_content"})
-"""Fields of a tool call that comes back; clients that put it together from events leave ``index`` in."""
+"""Fields of a tool call in the history; clients that assemble it from events keep ``index``."""
 TOOL_FIELDS = frozenset({"type", "function", "cache_control"})
 """Fields of a tool."""
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
@@ -118,7 +118,7 @@ FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 
 
 def parse(body: bytes) -> "ChatRequest":
-    """Read a request body. Raises :class:`ApiError` naming the field at fault."""
+    """Parse a request body. Raises :class:`ApiError` naming the invalid field."""
     fields = read_object(body)
     fields.refuse_unknown(CHAT_FIELDS, CHAT_NEUTRAL)
     output = read_output_options(fields, logprobs=fields.flag("logprobs"))
@@ -158,7 +158,7 @@ def _read_message(fields: JsonObject) -> ChatMessage:
     if role == "assistant":
         return ChatMessage(
             role=role,
-            content=_read_content(fields, needed=False),  # it may only have called tools, or said nothing
+            content=_read_content(fields, needed=False),  # it may have only tool calls, or be empty
             thinking=fields.text("reasoning_content", "") or fields.text("reasoning", ""),
             tool_calls=tuple([_read_call(call) for call in fields.children("tool_calls")]),
         )
@@ -187,7 +187,7 @@ def _read_part(part: JsonObject) -> str:
 
 
 def _read_call(call: JsonObject) -> ToolCall:
-    """Arguments are taken as they come, JSON or not: a harness may send back a truncated call."""
+    """Keep arguments unchanged, JSON or not: a harness may send back a truncated call."""
     call.refuse_unknown(CALL_FIELDS)
     if call.text("type", "function") != "function":
         raise call.unsupported("type", "only calls of functions are understood")
@@ -267,11 +267,12 @@ SCHEMA = object_schema(
     logprobs=FLAG,
     **dict.fromkeys(HINTS, True),
 )
-"""JSON schema of the body. Besides, ``stream_options`` needs ``stream``, and the two allowances agree."""
+"""JSON schema of the body. Additionally, ``stream_options`` requires ``stream``, and the two token limits must agree.
+"""
 CHAT_FIELDS = field_names(SCHEMA) - CHAT_NEUTRAL.keys()
-"""Fields of a body that are read, or tolerated."""
+"""Fields of a body that are used, or accepted without effect."""
 NOTHING_SHOWN: Mapping[str, object] = MappingProxyType({})
-"""The further fields of a chunk that has only a delta."""
+"""The additional fields of a chunk that has only a delta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +305,7 @@ class ChatRequest:
 class ChatEventEncoder:
     """Encodes one answer as chunks; see :class:`~etude.gateway.api.calls.EventEncoder`.
 
-    Each chunk names the weight versions of its own tokens as ``system_fingerprint``, the last ones those of the answer.
+    Each chunk gives the weight versions of its own tokens as ``system_fingerprint``, the last ones those of the answer.
     """
 
     def __init__(self, call: Call, output: OutputOptions) -> None:
@@ -326,7 +327,7 @@ class ChatEventEncoder:
         return b"".join(self._chunk(index, role) for index in range(self._call.sampling.count))
 
     def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
-        """One chunk with all that some tokens add; none where the caller asked for nothing of it."""
+        """One chunk with everything that some tokens add; none if the caller requested none of it."""
         if not deltas and not (self._output.logprobs or self._output.token_ids):
             return b""
         shown: dict[str, object] = {}
@@ -337,7 +338,7 @@ class ChatEventEncoder:
         return self._chunk(index, _merged(deltas), fingerprint([chunk.versions]), shown)
 
     def closing(self, answer: Answer) -> bytes:
-        """The finish reason of each reply, the usage if it was asked for, and the end mark."""
+        """The finish reason of each reply, the usage if requested, and the end mark."""
         whole = fingerprint(reply.turn.versions for reply in answer.replies)
         if self._output.token_ids:
             self._head["prompt_token_ids"] = answer.replies[0].turn.prompt_ids
@@ -350,7 +351,7 @@ class ChatEventEncoder:
         return b"".join([*events, DONE])
 
     def failure(self, api_error: ApiError) -> bytes:
-        """An error in the middle."""
+        """An error in the middle of a stream."""
         return failure_event(api_error)
 
     def _chunk(
@@ -378,12 +379,12 @@ def _choice(index: int, reply: Reply, output: OutputOptions) -> dict[str, object
 
 
 def _finish(reply: Reply) -> dict[str, object]:
-    """``stop_reason`` is vLLM's: which stop string it was."""
+    """``stop_reason`` is vLLM's extension: the stop string that ended the reply."""
     return {"finish_reason": finish_reason_name(reply.finish_reason), "stop_reason": reply.stop_text}
 
 
 def _reply_message(message: ChatMessage) -> dict[str, object]:
-    """Content is null only where there is nothing but tool calls."""
+    """The message of a reply; content is null only if there are only tool calls."""
     content = message.content or (None if message.tool_calls else "")
     shown: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
     if message.thinking:
@@ -405,7 +406,7 @@ def _logprobs(token_ids: Ids, logprobs: Floats) -> dict[str, object]:
 
 
 def _merged(deltas: Sequence[Delta]) -> dict[str, object]:
-    """Deltas as one: clients add up one entry per tool call and chunk, so no chunk may have two of the same call."""
+    """Deltas merged into one: clients add up one entry per tool call and chunk, so a chunk has at most one per call."""
     text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
     thinking = "".join(delta.text for delta in deltas if isinstance(delta, ThinkingDelta))
     calls: dict[int, CallDelta] = {}

@@ -1,7 +1,7 @@
 """OpenAI's completions, ``/v1/completions``: a raw prompt, as text or token ids, and its continuation.
 
-Owns their shape and which options are understood; the rest is refused by name. Pure. No chat template touches the
-prompt, so this is the API for callers that keep tokens themselves: ids in, and with ``return_token_ids`` ids out.
+Owns their format and the supported options; the rest is rejected by name. Pure. No chat template is applied to the
+prompt, so this is the API for callers that manage tokens themselves: ids in, and with ``return_token_ids`` ids out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,20 +43,20 @@ from etude.tokens.messages import Delta, TextDelta, ThinkingDelta
 from etude.types import Floats, Ids, Json
 
 COMPLETION_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({**NEUTRAL, "best_of": (1,), "suffix": ("",)})
-"""Fields of a body that are accepted with the values that ask for nothing."""
+"""Fields of a body that are accepted only with values that have no effect."""
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's own, for a body that does not say."""
+"""OpenAI's default."""
 MAX_LOGPROBS = 1
-"""The most logprobs per token a caller may ask for. Both 0 and 1 give those of the sampled tokens, which is all that
-engines report: ``top_logprobs`` is null.
+"""Largest number of logprobs per token that a caller may request. Both 0 and 1 give those of the sampled tokens, which
+are all that engines report: ``top_logprobs`` is null.
 """
 MAX_TOKEN_ID = 2**31 - 1
-"""The largest token id that is stored; the tokenizer, which is not here, has its own bound."""
+"""The largest token id that is stored; the tokenizer, elsewhere, has its own limit."""
 
 
 def parse(body: bytes) -> "CompletionRequest":
-    """Read a request body. Raises :class:`ApiError` naming the field at fault."""
+    """Parse a request body. Raises :class:`ApiError` naming the invalid field."""
     fields = read_object(body)
     fields.refuse_unknown(COMPLETION_FIELDS, COMPLETION_NEUTRAL)
     max_tokens = fields.integer("max_tokens", low=1, high=MAX_WHOLE)
@@ -92,7 +92,7 @@ class CompletionRequest:
         return CompletionEventEncoder(self.call, self.output)
 
     def _choice(self, index: int, reply: Reply) -> dict[str, object]:
-        text = reply.message.thinking + reply.message.content  # a raw text has no place of its own for thoughts
+        text = reply.message.thinking + reply.message.content  # a raw text has no separate field for thinking
         shown: dict[str, object] = {"index": index, "text": text, **_finish(reply)}
         shown["logprobs"] = _logprobs(reply.turn.completion_ids, reply.turn.logprobs) if self.output.logprobs else None
         if self.output.token_ids:
@@ -116,7 +116,7 @@ class CompletionEventEncoder:
         return b""
 
     def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
-        """One chunk with all that some tokens add; none where the caller asked for nothing of it."""
+        """One chunk with everything that some tokens add; none if the caller requested none of it."""
         text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ThinkingDelta))
         if not text and not (self._output.logprobs or self._output.token_ids):
             return b""
@@ -128,7 +128,7 @@ class CompletionEventEncoder:
         return self._chunk(index, shown, fingerprint([chunk.versions]))
 
     def closing(self, answer: Answer) -> bytes:
-        """The finish reason of each reply, the usage if it was asked for, and the end mark."""
+        """The finish reason of each reply, the usage if requested, and the end mark."""
         whole = fingerprint(reply.turn.versions for reply in answer.replies)
         events: list[bytes] = []
         for index, reply in enumerate(answer.replies):
@@ -141,7 +141,7 @@ class CompletionEventEncoder:
         return b"".join([*events, DONE])
 
     def failure(self, api_error: ApiError) -> bytes:
-        """An error in the middle."""
+        """An error in the middle of a stream."""
         return failure_event(api_error)
 
     def _chunk(self, index: int, shown: Mapping[str, object], versions: str | None) -> bytes:
@@ -154,13 +154,13 @@ def _head(answer_id: str, created: int, model: str) -> dict[str, object]:
 
 
 def _finish(reply: Reply) -> dict[str, object]:
-    """``stop_reason`` is vLLM's: which stop string it was. Nothing is called from a raw prompt."""
+    """``stop_reason`` is vLLM's extension: the stop string that ended the reply. A raw prompt has no tool calls."""
     reason = "length" if reply.finish_reason is FinishReason.LENGTH else "stop"
     return {"finish_reason": reason, "stop_reason": reply.stop_text}
 
 
 def _logprobs(token_ids: Ids, logprobs: Floats) -> dict[str, object]:
-    """The offsets of tokens in the text are left out: not every token is a text of its own."""
+    """Token offsets in the text are omitted: a token is not always a text by itself."""
     return {
         "tokens": [token_name(token_id) for token_id in token_ids.tolist()],
         "token_logprobs": [logprob(value) for value in logprobs.tolist()],
@@ -177,7 +177,7 @@ def _read_prompt(fields: JsonObject) -> str | tuple[int, ...]:
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:  # bool is another type
+    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:  # bool is excluded
         ids: tuple[int, ...] = tuple(prompt)  # type: ignore[arg-type]  # all of them are, the line above says
         if min(ids) >= 0 and max(ids) <= MAX_TOKEN_ID:
             return ids
@@ -187,7 +187,7 @@ def _read_prompt(fields: JsonObject) -> str | tuple[int, ...]:
 TEXT_PROMPT: Json = {"type": "string", "minLength": 1}
 """Schema of a prompt that is text."""
 IDS_PROMPT = array_schema(integer_schema(0, MAX_TOKEN_ID), least=1)
-"""Schema of a prompt that is token ids; those beyond the vocabulary are refused, too."""
+"""Schema of a prompt of token ids; ids beyond the vocabulary are rejected later."""
 SCHEMA = object_schema(
     "prompt",
     **neutral_schema(COMPLETION_NEUTRAL),
@@ -198,9 +198,9 @@ SCHEMA = object_schema(
     max_tokens=integer_schema(1, MAX_WHOLE),
     logprobs=integer_schema(0, MAX_LOGPROBS),
 )
-"""JSON schema of the body. Besides, ``stream_options`` needs ``stream``."""
+"""JSON schema of the body. Additionally, ``stream_options`` requires ``stream``."""
 COMPLETION_FIELDS = field_names(SCHEMA) - COMPLETION_NEUTRAL.keys()
-"""Fields of a body that are read, or could not change the output."""
+"""Fields of a body that are used, or could not change the output."""
 
 PROTOCOL = ApiProtocol(path="/v1/completions", parse=parse, error_body=error_body, request_id_header="x-request-id")
 """OpenAI's completions."""

@@ -1,11 +1,12 @@
-"""Checked reading of JSON request bodies, and the JSON schemas that describe them.
+"""Validated parsing of JSON request bodies, and the JSON schemas that describe them.
 
-Owns the wording of errors: the path of the field (``messages[3].content[0].text``), the value, short, and the
-expectation. Knows no API protocol: its fields and their meaning are the caller's. The parser, not the schema, counts.
+Owns the wording of errors: the path of the field (``messages[3].content[0].text``), the value, shortened, and the
+expectation. Knows no API protocol: the caller defines the fields and their meaning. The parser is authoritative, not
+the schema.
 
-A field that is ``null`` is absent, as in the APIs we speak. Of a key that is there twice the last one counts, as
-everywhere. Bodies that are no JSON in the strict sense (NaN, lone surrogates, more than 1024 levels) are refused as a
-whole; integers beyond 64 bits arrive as floats, which are beyond the bounds of every whole number here.
+A field that is ``null`` counts as absent, as in the supported APIs. Of a duplicate key the last one counts, as usual. A
+body that is not strict JSON (NaN, lone surrogates, more than 1024 levels) is rejected as a whole; integers beyond 64
+bits arrive as floats, which exceed every integer limit here.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -17,22 +18,24 @@ from etude.gateway.api.calls import ApiError
 from etude.types import MIN_TEMPERATURE, Json
 
 MAX_NAME_CHARACTERS = 256
-"""Characters of a model's or a tool's name: it is given back with every reply."""
+"""Characters of a model's or a tool's name: every reply repeats it."""
 MAX_TOP_K = 2**31 - 1
-"""Above any vocabulary."""
+"""Larger than any vocabulary."""
 MAX_STOPS = 16
-"""Stop strings of one call, each looked for behind every token; OpenAI takes 4, harnesses for other servers send more.
+"""Stop strings of one call; each is searched for after every token. OpenAI allows 4, harnesses for other servers send
+more.
 """
 MAX_STOP_CHARACTERS = 1000
-"""Text of this length at most is held back because it may become a stop string."""
+"""Longest text that is held back because it may become a stop string."""
 QUOTED_CHARACTERS = 80
-"""The most that an error message repeats of a refused value: enough to find it, too little to fill a log."""
+"""Longest quotation of a rejected value in an error message: enough to identify it, too short to fill a log."""
 MAX_LEVELS = 254
-"""Levels of an object that is passed on: as many as orjson writes. Printing a deeper one runs out of stack."""
+"""Levels of an object that is passed on: as many as orjson writes. A deeper one overflows the stack when it is printed.
+"""
 LISTED_NAMES = 4
-"""Field names that the description of a refused object shows."""
+"""Number of field names in the description of a rejected object."""
 NO_NEUTRAL_FIELDS: Mapping[str, Sequence[Json]] = MappingProxyType({})
-"""For objects without fields of which only some values are accepted."""
+"""For objects that have no fields with only some accepted values."""
 
 
 def read_object(body: bytes) -> "JsonObject":
@@ -47,9 +50,9 @@ def read_object(body: bytes) -> "JsonObject":
 
 
 class JsonObject:
-    """One JSON object. Reading a field checks it; what does not fit raises :class:`ApiError` with its path.
+    """One JSON object. Reading a field validates it; an invalid value raises :class:`ApiError` with its path.
 
-    Example: ``read_object(b'{"n": 0}').integer("n", low=1, high=9)`` refuses with ``n=0: expected a whole number from 1
+    Example: ``read_object(b'{"n": 0}').integer("n", low=1, high=9)`` fails with ``n=0: expected a whole number from 1
     to 9``.
     """
 
@@ -65,11 +68,11 @@ class JsonObject:
         return f"{self.path}.{name}" if self.path else name
 
     def value(self, name: str) -> Json:
-        """A field as it came; ``None`` if absent."""
+        """A field's raw value; ``None`` if absent."""
         return self._values.get(name)
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string; one without a default is required."""
+        """A string; required if there is no default."""
         value = self._values.get(name)
         if isinstance(value, str):
             return value
@@ -87,7 +90,7 @@ class JsonObject:
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """A boolean; 0 and 1 are none."""
+        """A boolean; 0 and 1 are not accepted."""
         value = self._values.get(name)
         if value is None:
             return default
@@ -96,7 +99,7 @@ class JsonObject:
         return value
 
     def integer(self, name: str, *, low: int, high: int) -> int | None:
-        """A whole number from ``low`` to ``high``, or ``None``. In JSON, 1.0 is one."""
+        """A whole number from ``low`` to ``high``, or ``None``. In JSON, 1.0 is a whole number."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -117,14 +120,14 @@ class JsonObject:
         return float(value)  # type: ignore[arg-type]  # ``fits`` says what it is
 
     def temperature(self, *, high: float) -> float:
-        """The temperature to sample at, 1 if absent: 0, for greedy, or from what engines take to ``high``."""
+        """The sampling temperature, 1 if absent: 0 for greedy, or from the engines' minimum to ``high``."""
         value = self.number("temperature", low=0, high=high)
         if value is not None and 0 < value < MIN_TEMPERATURE:
             raise self.invalid("temperature", f"0, for greedy, or a number from {MIN_TEMPERATURE:g} to {high:g}")
         return 1.0 if value is None else value
 
     def top_p(self) -> float:
-        """The nucleus to sample from, 1 if absent."""
+        """The top-p to sample with, 1 if absent."""
         value = self.number("top_p", low=0, high=1, above=True)
         return 1.0 if value is None else value
 
@@ -154,7 +157,7 @@ class JsonObject:
         return JsonObject(value, self.where(name))
 
     def document(self, name: str) -> dict[str, Json]:
-        """An object that is passed on as it is, e.g. a schema; empty if absent."""
+        """An object that is passed on unchanged, e.g. a schema; empty if absent."""
         value = self._values.get(name)
         if value is None:
             return {}
@@ -167,7 +170,7 @@ class JsonObject:
         return value
 
     def children(self, name: str) -> "list[JsonObject]":
-        """The objects of a list, none if it is absent."""
+        """The objects of a list; empty if absent."""
         value = self._values.get(name)
         if value is None:
             return []
@@ -181,7 +184,7 @@ class JsonObject:
     def refuse_unknown(
         self, understood: Container[str], neutral: Mapping[str, Sequence[Json]] = NO_NEUTRAL_FIELDS
     ) -> None:
-        """Refuse all fields but those ``understood`` and ``neutral`` ones, whose values there ask for nothing."""
+        """Reject all fields except ``understood`` ones and ``neutral`` ones that have a value without effect."""
         if all(map(understood.__contains__, self._values)):
             return
         for name, value in self._values.items():
@@ -194,21 +197,21 @@ class JsonObject:
                 raise self.unsupported(name, f"leave it out or send {spelt}")
 
     def invalid(self, name: str, expected: str, value: Json = None) -> ApiError:
-        """The error of a value that is not what was ``expected``; ``value`` where the field's own is not meant."""
+        """The error for a value that is not ``expected``; ``value`` overrides the field's own value."""
         where = _cut(self.where(name))
         wrong = self._values.get(name) if value is None else value
         problem = f"{where} is missing or null" if wrong is None else f"{where}={quote(wrong)}"
         return ApiError(400, "invalid_request", f"{problem}: expected {expected}", param=where)
 
     def unsupported(self, name: str, fix: str) -> ApiError:
-        """The error of a value that would change the output if it were understood; ``fix`` says what to do instead."""
+        """The error for a value that would change the output but is not supported; ``fix`` says what to do instead."""
         where = _cut(self.where(name))
         message = f"{where}={quote(self._values.get(name))} is not supported: {fix}"
         return ApiError(400, "unsupported_parameter", message, param=where)
 
 
 def quote(value: Json) -> str:
-    """A value as JSON spells it, in at most ``QUOTED_CHARACTERS``; lists and objects are only described."""
+    """A value in JSON notation, at most ``QUOTED_CHARACTERS`` long; lists and objects are only described."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
@@ -232,17 +235,17 @@ TEXT: Json = {"type": "string"}
 FLAG: Json = {"type": "boolean"}
 """True or false."""
 NULL: Json = {"type": "null"}
-"""Null, which is the same as absent."""
+"""Null, which counts as absent."""
 TOP_P: Json = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
-"""The nucleus to sample from."""
+"""The top-p to sample with."""
 OBJECT: Json = {"type": "object"}
-"""An object that is passed on as it is."""
+"""An object that is passed on unchanged."""
 
 
 def object_schema(required: str, **properties: Json) -> dict[str, Json]:
     """JSON schema of an object with exactly these fields; ``required`` names some of them, separated by spaces.
 
-    The others may be null, which is as good as absent.
+    The others may be null, which counts as absent.
     """
     needed: list[Json] = [*required.split()]
     fields: dict[str, Json] = {
@@ -269,7 +272,7 @@ def integer_schema(low: int, high: int) -> Json:
 
 
 def temperature_schema(high: float) -> Json:
-    """JSON schema of a temperature: 0, or from the engines' least one to ``high``."""
+    """JSON schema of a temperature: 0, or from the engines' minimum to ``high``."""
     return {"type": "number", "maximum": high, "anyOf": [{"const": 0}, {"minimum": MIN_TEMPERATURE}]}
 
 

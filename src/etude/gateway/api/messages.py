@@ -1,15 +1,15 @@
 """Anthropic's messages, ``/v1/messages`` and ``/v1/messages/count_tokens``: requests, responses, events, errors.
 
-Owns their shape and which options are understood. An option that would change the output and is not understood is
-refused by name, never ignored. Pure; tokens, sessions and HTTP are other modules'.
+Owns their format and the supported options. An unsupported option that would change the output is rejected by name,
+never ignored. Pure; other modules handle tokens, sessions and HTTP.
 
-Differences from Anthropic's own models, because the model here is another one:
+Differences from Anthropic's own API:
 
-* Thinking is the chat template's business. ``thinking`` and ``output_config.effort`` are hints to models that were
-  trained with them: they are accepted, and the model's thinking is delivered either way.
-* A signature of thinking is a fixed mark, and none is checked: the history is trusted, as it is the caller's.
-* ``cache_control`` is accepted anywhere: a cache cannot change the output, and prefixes are cached here without asking.
-* A reply that the history breaks off (a prefill) is refused: the model's turns are its own, token for token.
+* The chat template controls thinking. ``thinking`` and ``output_config.effort`` are hints for models trained with
+  them: they are accepted, and the model's thinking is delivered either way.
+* The signature of thinking is a constant and is never checked: the history is the caller's and is trusted.
+* ``cache_control`` is accepted anywhere: caching cannot change the output, and prefixes are always cached here.
+* A history that ends with a partial reply (a prefill) is rejected: every token of a reply must be the model's own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,44 +45,44 @@ from etude.types import Json
 PATH = "/v1/messages"
 """The path of messages."""
 COUNT_PATH = "/v1/messages/count_tokens"
-"""The path of the count of their tokens."""
+"""The path of the token count."""
 INFORMATIVE = frozenset(
     {"metadata", "service_tier", "speed", "inference_geo", "cache_control", "user_profile_id", "workspace_id"}
 )
-"""Fields that could not change the output anywhere."""
+"""Fields that could never change the output."""
 NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {
         "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "mcp_servers": ([],),
     }
 )
-"""Fields that are accepted with values that ask for nothing; the longest is what Claude Code sends."""
+"""Fields that are accepted only with values that have no effect; the longest is the one that Claude Code sends."""
 MAX_TEMPERATURE = 1.0
-"""Anthropic's own bound."""
+"""Anthropic's limit."""
 MAX_TOKENS = 2**31 - 1
-"""Above any context."""
+"""Larger than any context."""
 THINKING_TYPES = ("enabled", "disabled", "adaptive", "between_tools")
-"""Ways to ask for thinking."""
+"""Supported values for requesting thinking."""
 THINKING_DISPLAYS = ("summarized", "omitted")
-"""Ways to ask for how it is shown."""
+"""Supported values for how thinking is shown."""
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
-"""Ways to ask for more of it."""
+"""Supported values for the amount of thinking."""
 TOOL_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {"defer_loading": (False,), "allowed_callers": (["direct"],), "input_examples": ([],)}
 )
-"""Fields of a tool that are accepted with values that ask for nothing."""
+"""Fields of a tool that are accepted only with values that have no effect."""
 TOOL_FIELDS = frozenset(
     {"type", "name", "description", "input_schema", "cache_control", "eager_input_streaming", "strict"}
 )
-"""Fields of a tool that are read or have no effect. ``strict`` asks that sampling be held to the schema: it is not, and
-a call that breaks the schema is delivered and graded like any other.
+"""Fields of a tool that are used or have no effect. ``strict`` requests constrained sampling: it has no effect here,
+and a call that violates the schema is delivered and graded like any other.
 """
 ERROR_MARK = "[error] "
-"""Prefix of a tool's text when its caller says ``is_error``: a template has no other place for that."""
+"""Prefix of a tool's text if the caller sets ``is_error``: a template has no other place for it."""
 
 
 def parse(body: bytes) -> "MessageRequest":
-    """Read a request body. Raises :class:`ApiError` naming the field at fault."""
+    """Parse a request body. Raises :class:`ApiError` naming the invalid field."""
     fields = read_object(body)
     call = _call(fields)
     if call.sampling.max_tokens is None:
@@ -94,7 +94,7 @@ def parse(body: bytes) -> "MessageRequest":
 
 
 def parse_count(body: bytes) -> Call:
-    """Read the body of a request to count tokens: the same fields, no ``max_tokens`` needed, any message may be last.
+    """Parse a request to count tokens: the same fields, without a required ``max_tokens``; any message may be last.
 
     Raises like :func:`parse`.
     """
@@ -149,7 +149,7 @@ def _stops(fields: JsonObject) -> tuple[str, ...]:
 
 
 def _tools(fields: JsonObject) -> tuple[tuple[Tool, ...], bool]:
-    """The tools that may be called, and whether one call ends the reply."""
+    """The tools that may be called, and whether the reply ends with its first call."""
     tools: dict[str, Tool] = {}
     for item in fields.children("tools"):
         tool = _tool(item)
@@ -200,7 +200,7 @@ def _messages(fields: JsonObject) -> Iterator[ChatMessage]:
 
 
 def _user(message: JsonObject) -> Iterator[ChatMessage]:
-    """Outputs of tools and the text of a person, in the order of the blocks."""
+    """Tool outputs and user text, in the order of the blocks."""
     if isinstance(message.value("content"), str):
         yield ChatMessage(role="user", content=message.text("content"))
         return
@@ -230,7 +230,7 @@ def _tool_result(block: JsonObject) -> ChatMessage:
 
 
 def _assistant(message: JsonObject) -> ChatMessage:
-    """A reply of the model, or of another one. Thinking that was redacted is left out: it cannot be read here."""
+    """A reply of this or another model. Redacted thinking is omitted: it is unreadable here."""
     if isinstance(message.value("content"), str):
         return ChatMessage(role="assistant", content=message.text("content"))
     if message.value("content") is None:
@@ -261,7 +261,7 @@ def _tool_use(block: JsonObject) -> ToolCall:
 
 
 def _texts(fields: JsonObject, name: str) -> str:
-    """A string, or text blocks and nothing else; they follow each other without anything between."""
+    """A string, or only text blocks, joined without a separator."""
     value = fields.value(name)
     if isinstance(value, str):
         return value
@@ -349,15 +349,15 @@ FIELD_SCHEMAS: Mapping[str, Json] = MappingProxyType(
         **dict.fromkeys(sorted(INFORMATIVE), True),
     }
 )
-"""Schema of each field of a body; ``thinking`` and ``output_config`` are hints, see above."""
+"""Schema of each field of a body; ``thinking`` and ``output_config`` are hints (see the module docstring)."""
 FIELDS = FIELD_SCHEMAS.keys() - NEUTRAL.keys()
-"""Fields of a body that are read, or could not change the output."""
+"""Fields of a body that are used, or could not change the output."""
 SCHEMA = object_schema("model messages max_tokens", **FIELD_SCHEMAS)
-"""JSON schema of the body of ``/v1/messages``. Besides, the last message is not an assistant's."""
+"""JSON schema of the body of ``/v1/messages``. Additionally, the last message must not be the assistant's."""
 COUNT_SCHEMA = object_schema("model messages", **FIELD_SCHEMAS)
 """JSON schema of the body of ``/v1/messages/count_tokens``."""
 SIGNATURE = "etude"
-"""The signature that clients get and send back as the proof of thinking."""
+"""The constant signature of thinking that clients get and send back."""
 STOP_REASONS: Mapping[FinishReason, str] = MappingProxyType(
     {
         FinishReason.STOP: "end_turn",
@@ -366,7 +366,7 @@ STOP_REASONS: Mapping[FinishReason, str] = MappingProxyType(
         FinishReason.LENGTH: "max_tokens",
     }
 )
-"""Finish reason → Anthropic's word."""
+"""Finish reason → Anthropic's name."""
 ERROR_TYPES: Mapping[int, str] = MappingProxyType(
     {
         401: "authentication_error",
@@ -382,7 +382,7 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         529: "overloaded_error",
     }
 )
-"""HTTP status → Anthropic's error type; any other is ``invalid_request_error`` below 500, ``api_error`` from there."""
+"""HTTP status → Anthropic's error type; others are ``invalid_request_error`` below 500 and ``api_error`` from 500."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,9 +410,9 @@ class MessageRequest:
 
 
 class MessageEventEncoder:
-    """Encodes one message as Anthropic's events: a content block for each stretch of thinking, text, or one call.
+    """Encodes one message as Anthropic's events: one content block per run of thinking, run of text, or call.
 
-    A block is open from the first delta of its kind to the first of another.
+    A block is open from the first delta of its kind to the first delta of another kind.
     """
 
     __slots__ = ("_blocks", "_kind", "_model")
@@ -420,27 +420,27 @@ class MessageEventEncoder:
     def __init__(self, model: str) -> None:
         self._model = model
         self._blocks = 0
-        """Blocks that were opened."""
+        """Number of blocks opened."""
         self._kind = ""
-        """Type of the open block; empty: none is."""
+        """Type of the open block; empty if none is open."""
 
     def opening(self, answer_id: str, created: int) -> bytes:
-        """The message without content. What the prompt counts is only known to ``closing``."""
+        """The message without content. The prompt's token count is known only in ``closing``."""
         message = {**_message_head(answer_id, self._model), "usage": {"input_tokens": 0, "output_tokens": 0}}
         return _event("message_start", message=message) + _event("ping")
 
     def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
-        """More of the content; ``index`` is always 0."""
+        """Further content; ``index`` is always 0."""
         return b"".join(self._added(delta) for delta in deltas)
 
     def closing(self, answer: Answer) -> bytes:
-        """The end of the last block, why the message ended, and its usage."""
+        """The end of the last block, the message's stop reason, and its usage."""
         reply = answer.replies[0]
         ending: Json = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": reply.stop_text}
         return self._close() + _event("message_delta", delta=ending, usage=_usage(answer)) + _event("message_stop")
 
     def failure(self, api_error: ApiError) -> bytes:
-        """An error event; blocks stay open, since their content is not whole."""
+        """An error event; blocks stay open, since their content is incomplete."""
         return b"event: error\ndata: " + error_body(api_error) + b"\n\n"
 
     def _added(self, delta: Delta) -> bytes:
@@ -479,7 +479,7 @@ def error_body(api_error: ApiError) -> bytes:
 
 
 def _message_head(answer_id: str, model: str) -> dict[str, object]:
-    """A message before anything was said."""
+    """A message before any content."""
     return {
         "id": f"msg_{answer_id}",
         "type": "message",
@@ -493,7 +493,9 @@ def _message_head(answer_id: str, model: str) -> dict[str, object]:
 
 
 def _blocks(message: ChatMessage) -> list[dict[str, object]]:
-    """The content. Arguments of calls go in as they were sampled: the reader saw that they are an object."""
+    """The content blocks. Arguments of calls are inserted as sampled; the parser has checked that they are
+    an object.
+    """
     blocks = [_thinking_block(message.thinking, SIGNATURE)] if message.thinking else []
     if message.content:
         blocks.append(_text_block(message.content))
@@ -515,7 +517,7 @@ def _call_block(call_id: str, name: str, arguments: object) -> dict[str, object]
 
 
 def _usage(answer: Answer) -> dict[str, Json]:
-    """Anthropic counts what was read from a cache apart from the rest of the prompt."""
+    """Token counts; Anthropic counts prompt tokens read from a cache separately."""
     return {
         "input_tokens": answer.prompt_tokens - answer.reused_tokens,
         "cache_read_input_tokens": answer.reused_tokens,

@@ -1,14 +1,14 @@
 """Shared parts of OpenAI's APIs: sampling options, choice of tools, usage, events, errors, models.
 
-Owns the options that several bodies have, which values of others ask for nothing, and the shapes that answers share.
-The other fields of a body are :mod:`.chat`'s, :mod:`.completions`' and :mod:`.responses`'.
+Owns the options that several bodies share, the values of others that have no effect, and the common formats of answers.
+The other fields of a body are in :mod:`.chat`, :mod:`.completions` and :mod:`.responses`.
 
-Tokens are named ``token_id:123`` wherever a reply lists them, as by vLLM's ``return_tokens_as_token_ids``: a token is
-not always a text, two tokens may have the same one, and a caller that asks for logprobs needs to know which was
+Lists of tokens in a reply name a token ``token_id:123``, like vLLM's ``return_tokens_as_token_ids``: a token is not
+always a text, two tokens may have the same text, and a caller that requests logprobs needs to know which token was
 sampled.
 
-There is one model, the newest weights, in lists for the clients of both APIs: OpenAI's fields and Anthropic's side by
-side. Its date is the epoch, as Anthropic's reference has it for unknown ones.
+There is one model, the newest weights. Model lists serve clients of both APIs: OpenAI's and Anthropic's fields side by
+side. The model's date is the epoch, which Anthropic's reference specifies for unknown dates.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,14 +37,14 @@ from etude.tokens.messages import Tool
 from etude.types import Ids, Json
 
 INFORMATIVE = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_salt"})
-"""Fields that say who asks, or help a cache; they could not change the output anywhere."""
+"""Fields that identify the user or help a cache; they could never change the output."""
 
 NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {
         "presence_penalty": (0,),
         "frequency_penalty": (0,),
         "logit_bias": ({},),
-        # vLLM's, which clients write out at their defaults:
+        # vLLM's, which clients send with their defaults:
         "min_p": (0,),
         "repetition_penalty": (1,),
         "length_penalty": (1,),
@@ -60,19 +60,19 @@ NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
         "return_tokens_as_token_ids": (True,),
     }
 )
-"""Fields of both bodies that are accepted with the values that ask for nothing, or for what is done anyway."""
+"""Fields of both bodies that are accepted only with values that have no effect here."""
 
 STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation"})
 """Fields of ``stream_options``. The padding that OpenAI calls obfuscation is never added."""
 
 MAX_TEMPERATURE = 2.0
-"""OpenAI's own bound."""
+"""OpenAI's limit."""
 MAX_WHOLE = 2**63 - 1
-"""The largest whole number that every random generator and counter behind an engine takes."""
+"""The largest whole number that all random generators and counters of engines accept."""
 MAX_COUNT = 128
-"""Replies to one call: OpenAI's own bound."""
+"""Replies to one call: OpenAI's limit."""
 LEAST_LOGPROB = -9999.0
-"""OpenAI's number for the logprob of the impossible; JSON has no infinity."""
+"""OpenAI's number for the logprob of an impossible token; JSON has no infinity."""
 
 ERROR_TYPES: Mapping[int, str] = MappingProxyType(
     {
@@ -83,38 +83,38 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         429: "rate_limit_error",
     }
 )
-"""HTTP status → OpenAI's error type; the others are ``server_error`` from 500 on, below ``invalid_request_error``."""
+"""HTTP status → OpenAI's error type; others are ``server_error`` from 500 and ``invalid_request_error`` below."""
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream that is complete."""
+"""The last event of a complete stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """Optional parts of an answer that a caller requests besides its text."""
+    """Optional parts of an answer that a caller may request."""
 
     logprobs: bool = False
     token_ids: bool = False
-    """Prompt and sampled ids, by which a user checks what is captured."""
+    """Include prompt ids and sampled ids, to check what is captured."""
     usage_event: bool = False
     """True if a stream ends with the usage."""
 
 
 DEFAULT_OUTPUT = OutputOptions()
-"""The options of most callers."""
+"""The default options."""
 
 
 def read_model(fields: JsonObject) -> str:
-    """The model name in a request; any is accepted, because harnesses write names into their code."""
+    """The model name in a request; any name is accepted, because harnesses hard-code names."""
     return fields.short_text("model", MODEL)
 
 
 def read_sampling(fields: JsonObject, max_tokens: int | None) -> Sampling:
-    """Parse sampling options; the token limit has another name in each of the two APIs."""
+    """Parse sampling options; the token limit has a different name in each API."""
     return Sampling(
         temperature=fields.temperature(high=MAX_TEMPERATURE),
         top_p=fields.top_p(),
-        top_k=max(fields.integer("top_k", low=-1, high=MAX_TOP_K) or 0, 0),  # −1 is vLLM's way to say: off
+        top_k=max(fields.integer("top_k", low=-1, high=MAX_TOP_K) or 0, 0),  # −1 means off in vLLM
         max_tokens=max_tokens,
         stops=_read_stops(fields),
         seed=fields.integer("seed", low=0, high=MAX_WHOLE),
@@ -123,7 +123,7 @@ def read_sampling(fields: JsonObject, max_tokens: int | None) -> Sampling:
 
 
 def read_tools(fields: JsonObject, read_tool: Callable[[JsonObject], Tool]) -> tuple[Tool, ...]:
-    """Parse the tools of a request, none where ``tool_choice`` is none; the two APIs spell a tool differently."""
+    """Parse the tools of a request, none if ``tool_choice`` is none; the APIs encode a tool differently."""
     tools = tuple([read_tool(tool) for tool in fields.children("tools")])
     if len({tool.name for tool in tools}) < len(tools):
         raise fields.invalid("tools", "tools with names of their own")
@@ -134,7 +134,7 @@ def read_tools(fields: JsonObject, read_tool: Callable[[JsonObject], Tool]) -> t
 
 
 def read_output_options(fields: JsonObject, *, logprobs: bool) -> OutputOptions:
-    """Parse the requested parts of the answer; the two APIs ask for logprobs differently."""
+    """Parse the requested parts of the answer; the APIs request logprobs differently."""
     options = fields.child("stream_options")
     token_ids = fields.flag("return_token_ids")
     if options is None and not logprobs and not token_ids:
@@ -152,7 +152,7 @@ def read_output_options(fields: JsonObject, *, logprobs: bool) -> OutputOptions:
 
 
 def usage(answer: Answer) -> dict[str, Json]:
-    """Token counts of an answer, as ``usage``. Reasoning tokens are not counted apart."""
+    """Token counts of an answer, as ``usage``. Reasoning tokens are not counted separately."""
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,
@@ -172,17 +172,17 @@ def fingerprint(versions: Iterable[Ids]) -> str | None:
 
 
 def finish_reason_name(reason: FinishReason) -> str:
-    """OpenAI's name of a finish reason; a stop string is ``stop``, too."""
+    """OpenAI's name of a finish reason; a stop string is also ``stop``."""
     return "stop" if reason is FinishReason.STOP_TEXT else reason.value
 
 
 def token_name(token_id: int) -> str:
-    """The text by which a list of logprobs names a token."""
+    """The name of a token in a list of logprobs."""
     return f"token_id:{token_id}"
 
 
 def logprob(value: float) -> float:
-    """A log-probability that JSON can carry."""
+    """A log-probability that JSON can represent."""
     return max(value, LEAST_LOGPROB)
 
 
@@ -219,7 +219,7 @@ SAMPLING_SCHEMA: Mapping[str, Json] = MappingProxyType(
         **dict.fromkeys(INFORMATIVE, True),
     }
 )
-"""Schemas of the fields that both bodies have, but for those that they spell differently."""
+"""Schemas of the fields that both bodies share with the same format."""
 
 
 def neutral_schema(neutral: Mapping[str, Sequence[Json]]) -> dict[str, Json]:
@@ -254,7 +254,7 @@ def _read_stops(fields: JsonObject) -> tuple[str, ...]:
 
 
 EPOCH = "1970-01-01T00:00:00Z"
-"""The date of a model whose date is not known."""
+"""The date of a model with an unknown date."""
 
 
 def list_body(names: Sequence[str]) -> bytes:

@@ -1,21 +1,20 @@
 """OpenAI's responses, ``/v1/responses``: requests, responses and events.
 
-Owns their shape and which options are understood. An option that would change the output and is not understood is
-refused by name, never ignored. Pure; tokens, sessions and HTTP are other modules'.
+Owns their format and the supported options. An unsupported option that would change the output is rejected by name,
+never ignored. Pure; other modules handle tokens, sessions and HTTP.
 
-Decisions that a reader of OpenAI's reference may miss there:
+Differences from OpenAI's reference that are easy to miss:
 
-* ``store`` is accepted either way: an answer can be continued by ``previous_response_id`` for as long as its session
-  lives, within it, and cannot be fetched.
+* ``store`` may have either value: within its session, and while the session is open, an answer can be continued by
+  ``previous_response_id``; it cannot be fetched.
 * ``instructions`` come before the whole conversation, and those of the previous response are not carried over.
-* ``reasoning`` and ``text.verbosity`` are hints to models that were trained with them: no model here has such settings,
-  and its thinking is delivered unchanged. ``reasoning.encrypted_content`` may be asked for; there is nothing to
-  encrypt.
-* A tool's ``strict`` is accepted and constrains nothing, as in chat completions.
-* Neighbouring items of the assistant are one reply: its thinking, text and calls become one message.
+* ``reasoning`` and ``text.verbosity`` are hints for models trained with them: no model here has such settings, and its
+  thinking is delivered unchanged. ``reasoning.encrypted_content`` may be requested; there is nothing to encrypt.
+* A tool's ``strict`` is accepted without effect, as in chat completions.
+* Adjacent assistant items form one reply: thinking, text and calls become one message.
 
-A reply is a run of output items: thinking, text, one item per call. The last one is always text or a call, even of an
-empty reply: a client that sends the items back thereby names the reply.
+A reply is a sequence of output items: thinking, text, one item per call. The last item is always text or a call, even
+in an empty reply, so a client that sends the items back identifies the reply.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,20 +58,20 @@ from etude.types import Json
 PATH = "/v1/responses"
 """The path of responses."""
 ID_PREFIX = "resp_"
-"""Prefix of the id of a response; the rest is the answer's."""
+"""Prefix of a response's id; the rest is the answer's id."""
 INFORMATIVE = frozenset(
     {
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         "service_tier",
-        "max_tool_calls",  # of tools that run at OpenAI; none does here
+        "max_tool_calls",  # of tools that run at OpenAI; none here
         "client_metadata",  # Codex's
     }
 )
-"""Fields that could not change the output anywhere."""
+"""Fields that could never change the output."""
 NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {"background": (False,), "truncation": ("disabled",), "top_logprobs": (0,), "context_management": ([],)}
 )
-"""Fields that are accepted with the value that asks for nothing."""
+"""Fields that are accepted only with the value that has no effect."""
 INCLUDABLE = frozenset(
     {
         *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
@@ -80,23 +79,23 @@ INCLUDABLE = frozenset(
         "reasoning.encrypted_content",
     }
 )
-"""Additions to a response that may be asked for: no reply here has what they would be added to."""
+"""Optional additions to a response that may be requested; no reply here has the data for them."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Ways to ask for more reasoning."""
+"""Supported values for the amount of reasoning."""
 SUMMARIES = ("auto", "concise", "detailed")
-"""Ways to ask for a summary of it."""
+"""Supported values for a reasoning summary."""
 CONTEXTS = ("auto", "current_turn", "all_turns")
-"""Ways to ask for the reasoning that is shown to the model again."""
+"""Supported values for the reasoning that is shown to the model again."""
 VERBOSITIES = ("low", "medium", "high")
-"""Ways to ask for more words."""
+"""Supported values for the length of the text."""
 ROLES: Mapping[str, Role] = MappingProxyType(
     {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 )
-"""Role on the wire → role of a message."""
+"""Role in the request → role of a message."""
 PART_TYPES = ("input_text", "output_text", "reasoning_text", "summary_text")
-"""Types of parts that are text."""
+"""Types of text parts."""
 PART_FIELDS = frozenset({"type", "text", "annotations", "prompt_cache_breakpoint"})
-"""Fields of a part; the last two stand beside its text."""
+"""Fields of a part; the last two are metadata of its text."""
 ITEM_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "message": frozenset({"type", "id", "status", "phase", "role", "content"}),
@@ -105,17 +104,17 @@ ITEM_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "function_call_output": frozenset({"type", "id", "status", "call_id", "name", "output"}),
     }
 )
-"""Fields by type of item. An ``id``, a ``status`` and a ``phase`` were given by a server and say nothing to a model;
-``encrypted_content`` is another server's reasoning, which cannot be read here.
+"""Fields by type of item. ``id``, ``status`` and ``phase`` come from a server and mean nothing to a model;
+``encrypted_content`` is another server's reasoning, unreadable here.
 """
 ITEM_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({"caller": ({"type": "direct"},)})
-"""Fields of any item that are accepted with the value that asks for nothing."""
+"""Fields of any item that are accepted only with the value that has no effect."""
 TOOL_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 )
-"""Fields of a tool that are accepted with the value that asks for nothing."""
+"""Fields of a tool that are accepted only with the value that has no effect."""
 MAX_METADATA = 16
-"""Pairs in ``metadata``: OpenAI's own bound, as the next two."""
+"""Pairs in ``metadata``: OpenAI's limit, like the next two."""
 MAX_METADATA_KEY = 64
 """Characters."""
 MAX_METADATA_VALUE = 512
@@ -123,7 +122,7 @@ MAX_METADATA_VALUE = 512
 
 
 def parse(body: bytes) -> "ResponseRequest":
-    """Read a request body. Raises :class:`~etude.gateway.api.calls.ApiError` naming the field at fault."""
+    """Parse a request body. Raises :class:`~etude.gateway.api.calls.ApiError` naming the invalid field."""
     fields = read_object(body)
     fields.refuse_unknown(FIELDS, NEUTRAL)
     _check_options(fields)
@@ -143,7 +142,7 @@ def parse(body: bytes) -> "ResponseRequest":
 
 
 def _check_options(fields: JsonObject) -> None:
-    """Refuse what asks for something in a field of which only hints are read."""
+    """Reject unsupported options in fields of which only hints are used."""
     fields.flag("store")
     options = fields.child("stream_options")
     if options is not None:
@@ -207,7 +206,7 @@ def _messages(fields: JsonObject) -> Iterator[ChatMessage]:
 
 
 def _joined(parts: Iterable[ChatMessage]) -> ChatMessage:
-    """One reply from the messages that its items make."""
+    """Join the messages of a reply's items into one."""
     some = tuple(parts)
     return ChatMessage(
         role="assistant",
@@ -247,7 +246,7 @@ def _text(item: JsonObject, name: str) -> str:
 
 
 def _parts(item: JsonObject, name: str) -> str:
-    """The text of some parts, nothing between them."""
+    """The text of some parts, joined without a separator."""
     texts: list[str] = []
     for part in item.children(name):
         if part.text("type") not in PART_TYPES:
@@ -258,7 +257,7 @@ def _parts(item: JsonObject, name: str) -> str:
 
 
 def _echo(fields: JsonObject, call: Call) -> dict[str, object]:
-    """The fields of a request that its response gives back."""
+    """The fields of a request that its response repeats."""
     reasoning, text = fields.child("reasoning"), fields.child("text")
     verbosity = text.value("verbosity") if text is not None else None
     return {
@@ -295,7 +294,7 @@ def _metadata(fields: JsonObject) -> dict[str, Json]:
 
 
 def _tool_echo(tool: JsonObject) -> dict[str, object]:
-    """The schema is written once: a response repeats it with its first two events and its last."""
+    """Serialise a tool's schema once: a response repeats it in its first two events and its last."""
     parameters = orjson.Fragment(orjson.dumps(tool.document("parameters")))
     return {
         "type": "function",
@@ -360,9 +359,9 @@ SCHEMA = object_schema(
 )
 """JSON schema of the body of ``/v1/responses``."""
 FIELDS = field_names(SCHEMA) - NEUTRAL.keys()
-"""Fields of a body that are read, or could not change the output."""
+"""Fields of a body that are used, or could not change the output."""
 Shape = dict[str, object]
-"""An object that is about to be written as JSON."""
+"""An object to be written as JSON."""
 
 
 class ItemKind(StrEnum):
@@ -384,9 +383,9 @@ TEXT_EVENTS: Mapping[ItemKind, str] = MappingProxyType(
         ItemKind.CALL: "response.function_call_arguments",
     }
 )
-"""Names of the events that carry an item's text, without ``.delta`` and ``.done``."""
+"""Names of the events with an item's text, without ``.delta`` and ``.done``."""
 RATE_LIMITED = 429
-"""The one status that a failed response has a code of its own for; all others are the server's errors."""
+"""The only status for which a failed response has a specific code; all others are server errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,12 +394,12 @@ class Item:
 
     kind: ItemKind
     index: int
-    """Its place among the reply's items."""
+    """Its index among the reply's items."""
     text: str = ""
     """The thinking or the text, or the arguments of the call."""
     call_id: str = ""
     name: str = ""
-    """The name of the function."""
+    """The name of the called function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,7 +408,7 @@ class ResponseRequest:
 
     call: Call
     echo: Mapping[str, object]
-    """Fields of the request that its response gives back."""
+    """Fields of the request that its response repeats."""
 
     def body(self, answer: Answer) -> bytes:
         """The response as one JSON document."""
@@ -426,7 +425,7 @@ class ResponseRequest:
 
 
 class ResponseEventEncoder:
-    """Encodes one response as events: an item is open from the first delta of its kind to the first of another."""
+    """Encodes one response as events: an item is open from the first delta of its kind to the first of another kind."""
 
     __slots__ = ("_frame", "_id", "_item", "_output", "_request", "_sequence", "_texts")
 
@@ -438,14 +437,14 @@ class ResponseEventEncoder:
         self._sequence = 0
         """Number of events so far."""
         self._output: list[Shape] = []
-        """Items that are complete."""
+        """The completed items."""
         self._item: Item | None = None
-        """The open item as it began."""
+        """The open item as it was at its start."""
         self._texts: list[str] = []
         """The text of the open item so far."""
 
     def opening(self, answer_id: str, created: int) -> bytes:
-        """The response without output, twice: it exists, and it is worked on."""
+        """The response without output, in two events: created, and in progress."""
         self._id = answer_id
         self._frame = _frame(self._request, answer_id, created)
         response = {**self._frame, "status": "in_progress", "output": []}
@@ -453,11 +452,11 @@ class ResponseEventEncoder:
         return exists + self._event("response.in_progress", response=response)
 
     def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
-        """More of the output; ``index`` is always 0."""
+        """Further output; ``index`` is always 0."""
         return b"".join(self._added(delta) for delta in deltas)
 
     def closing(self, answer: Answer) -> bytes:
-        """The end of the last item, and the whole response."""
+        """The end of the last item, and the complete response."""
         begun = b""
         if self._item is None or self._item.kind is ItemKind.REASONING:
             begun = self._open(ItemKind.MESSAGE)
@@ -467,7 +466,7 @@ class ResponseEventEncoder:
         return ended + self._event(f"response.{status}", response=response)
 
     def failure(self, api_error: ApiError) -> bytes:
-        """The response as a failed one, with the items that were complete."""
+        """The failed response, with the completed items."""
         code = "rate_limit_exceeded" if api_error.status == RATE_LIMITED else "server_error"
         error = {"code": code, "message": api_error.message}
         response = {**self._frame, "status": "failed", "error": error, "output": self._output}
@@ -529,7 +528,7 @@ class ResponseEventEncoder:
 
 
 def _items(message: ChatMessage) -> list[Item]:
-    """At least one; the last is no reasoning."""
+    """The items of a message: at least one; the last is never reasoning."""
     items = [Item(kind=ItemKind.REASONING, index=0, text=message.thinking)] if message.thinking else []
     if message.content or not message.tool_calls:
         items.append(Item(kind=ItemKind.MESSAGE, index=len(items), text=message.content))
@@ -559,7 +558,7 @@ def _part(item: Item) -> Shape:
 
 
 def _frame(request: ResponseRequest, answer_id: str, created: int) -> Shape:
-    """A response of which only the request is known."""
+    """A response before any output."""
     return {
         "id": f"resp_{answer_id}",
         "object": "response",
@@ -577,7 +576,7 @@ def _status(answer: Answer) -> str:
 
 
 def _response_end(answer: Answer) -> Shape:
-    """The fields of a response that are known at its end."""
+    """The fields of a response that are known only at its end."""
     status = _status(answer)
     return {
         "status": status,
@@ -586,7 +585,7 @@ def _response_end(answer: Answer) -> Shape:
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": answer.reused_tokens, "cache_write_tokens": 0},
             "output_tokens": answer.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},  # no model here counts its reasoning apart
+            "output_tokens_details": {"reasoning_tokens": 0},  # not counted separately
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         },
     }

@@ -4,40 +4,38 @@
                       + the id that ends a reply, if that one was truncated
                       + the new messages and the opening of the next reply     the only text that is tokenised
 
-Owns the rule by which a call becomes token ids (:class:`Conversation`), the messages as a tree (:class:`Node`), the
-turns (:class:`TurnStore`), and the answers, so that a retry is given the one that is recorded. Knows neither HTTP nor
-engines nor keys; pure.
+Owns the rule that turns a call into token ids (:class:`Conversation`), the tree of messages (:class:`Node`), the turns
+(:class:`TurnStore`), and the answers, so that a retry gets the recorded answer. Pure; knows no HTTP, no engines and no
+keys.
 
-Text that the model wrote is not tokenised again because it need not come back as the tokens that were sampled. A
-history that was edited or summarised continues from what is left of it or opens a new branch; the tools and the chat
-template's kwargs are part of the history, for they stand before it.
+Text that the model wrote is never tokenised again, because the result may differ from the sampled tokens. A history
+that was edited or summarised continues from its unchanged prefix or opens a new branch. The tools and the chat
+template's kwargs belong to the history, because they precede it.
 
     system ─ user ──▶ reply A (turn 0) ─ tool output ──▶ reply B (turn 1)
                 │                     └─ edited output ─▶ reply C (turn 2)      an edited history opens a branch
                 └───▶ reply D (turn 3)                                          asked again, or with n > 1
 
-Two messages count as the same although a client changed them on the way back (:func:`alike`). That is sound: whichever
-reply is continued, the next prompt is made of ids that an engine saw and sampled, and it is that prompt which the model
-is conditioned on and which is recorded. Being too strict would cost a prefix, being too lenient would show the model
-its own words where a client changed white space in them; neither makes a record wrong. Messages are compared, not
-hashed: an unchanged history costs little more than comparing its bytes, of several replies that look alike the one that
-was meant can be told, and no text is kept twice.
+Two messages count as equal even if a client changed them on the way back (:func:`alike`). This is sound: whichever
+reply is continued, the next prompt consists of ids that an engine saw and sampled, and exactly this prompt is recorded.
+A rule that is too strict loses a prefix; one that is too lenient shows the model its own text where a client changed
+white space. Neither makes a record wrong. Messages are compared, not hashed: an unchanged history costs little more
+than comparing its bytes, replies that look alike can be told apart, and no text is stored twice.
 
     buffer  ▒▒▒▒▒▒███▒▒▒▒▒███▒▒▒▒▒▒▒▒▒▒ … room to grow        prompt of turn 0  ▒▒▒▒▒▒
     turn 0  ──────┤  ├ what it sampled                       prompt of turn 1  ▒▒▒▒▒▒███▒▒▒▒▒
     turn 1  ──────────────┤  ├                               prompt of turn 2  ▒▒▒▒▒▒███▒▒▒▒▒███▒▒▒▒▒▒▒▒▒▒
     turn 2  ───────────────────────────┤
 
-Every turn of a conversation reads again what the turns before it read, so whole prompts would take memory with the
-square of its length. All prompts of a branch are prefixes of one :class:`TokenBuffer`: a token that was read takes at
-most 6 bytes however many turns read it, one that was sampled 12 more.
+Every turn reads all earlier turns again, so storing whole prompts would take memory quadratic in the length of the
+conversation. All prompts of a branch are prefixes of one :class:`TokenBuffer`: a token that was read takes at most 6
+bytes no matter how many turns read it, a sampled token 12 more.
 
-A conversation can be forked. The fork's first calls must be those that were answered before, in their order: a harness
-is run once more from its start, gets the recorded answers, and only its calls behind them are sampled.
+A conversation can be forked. The fork's first calls must repeat the answered ones in order: the harness runs again from
+its start, gets the recorded answers, and only later calls are sampled.
 
-A call may have a request id. One that comes again, same id and same call, is the retry of a caller that never got the
-answer: it is answered by the turn that is recorded, so no reply that its caller never saw is kept as a turn and trained
-on.
+A call may have a request id. A call with the same id and the same content is a retry by a caller that never got the
+answer. It gets the recorded turn, so no reply that its caller never saw is stored as a turn and trained on.
 
 Array legend: P prompt tokens of a turn.
 """
@@ -56,15 +54,15 @@ from etude.tokens.messages import ChatFormat, ChatMessage, Tool
 from etude.types import Ids, LiveSession, Turn
 
 MAX_TURNS = 4096
-"""Model calls of one session: days of work, and some 4 KB each beside their tokens."""
+"""Most model calls in one session: days of work, at some 4 KB each besides their tokens."""
 MAX_TOKENS = 2**24
-"""Tokens that one session holds: eighty windows of 200k."""
+"""Most tokens in one session: eighty windows of 200k."""
 FIRST_BLOCK = 256
-"""Ids that are compared at once to begin with: prompts of two branches mostly differ early."""
+"""Ids compared in the first step: prompts of two branches mostly differ early."""
 NO_IDS: Ids = np.empty(0, np.int32)
-"""The prompt of a turn whose prompt is in a buffer."""
+"""Placeholder for a prompt that is stored in a buffer."""
 EXACT, ALIKE = 2, 1
-"""Likeness of a message to a node: the same, or what a client may have made of it. 0: another one."""
+"""Likeness of a message to a node: identical, or possibly changed by a client. 0: a different message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ class Prompt:
     token_ids: Ids
     """[P]"""
     reused: int
-    """Number of ids, from the first, that are an earlier turn's prompt and completion."""
+    """Number of leading ids that are an earlier turn's prompt and completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,28 +80,28 @@ class AnswerPlace:
     """Place of an answer in its session."""
 
     first: int
-    """Index of the first of its turns."""
+    """Index of its first turn."""
     turns: tuple[Turn, ...]
     follows: int | None
-    """Index of the turn whose reply its call continued; ``None``: none, or its prompt was no messages."""
+    """Index of the turn whose reply its call continued; ``None``: no such turn, or the prompt was not messages."""
     earlier: Turn | None
     """The turn of ``follows``."""
     message: str
-    """The last message of the user behind that reply; empty for none."""
+    """The last user message after that reply; empty for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
-    """An answer and its call."""
+    """An answer with its call."""
 
     call: Call
-    """Without its messages, preamble and prompt, which are in the tree and in the turns."""
+    """Without messages, preamble and prompt: the tree and the turns have them."""
     end: "Node | None"
     """The last message of its conversation; ``None`` for a raw prompt."""
     answer: Answer
-    """Its turns without their prompts."""
+    """With turns that lack their prompts."""
     first_turn: int
-    """Index of the first of its turns."""
+    """Index of its first turn."""
 
     def whole(self, turns: "TurnStore") -> Answer:
         """The answer with whole turns."""
@@ -112,7 +110,7 @@ class _Recorded:
 
 
 _Preamble: TypeAlias = tuple[tuple[Tool, ...], bytes]
-"""The tools, and the chat template's kwargs as JSON: all that stands before a conversation."""
+"""The tools, and the chat template's kwargs as JSON: everything that precedes a conversation."""
 
 
 def _preamble(call: Call) -> _Preamble:
@@ -122,36 +120,36 @@ def _preamble(call: Call) -> _Preamble:
 class Conversation:
     """The conversation tree of one session, its turns and answers.
 
-    ``turns`` bounds how many there can be; ``None``: an empty store with the usual bounds.
+    ``turns`` limits their number; ``None``: an empty store with the default limits.
     """
 
     def __init__(self, session_id: str, chat_format: ChatFormat, turns: "TurnStore | None" = None) -> None:
         self.session_id = session_id
         self.closed = False
-        """True once no turn may follow."""
+        """True once no further turn is accepted."""
         self.on_close: Callable[[], None] | None = None
-        """Called once no turn may follow."""
+        """Called when the conversation closes to further turns."""
         self.admitted = bool(turns)
-        """True once it is decided if it is recorded as a live session."""
+        """True once the gateway has decided whether to record this as a live session."""
         self.live: LiveSession | None = None
-        """The session as which it is recorded; ``None``: it is not."""
+        """The live session that records it; ``None``: it is not recorded."""
         self._format = chat_format
         self._turns = TurnStore() if turns is None else turns
         self._trees: list[tuple[_Preamble, Node]] = []
-        self._answers: dict[str, _Recorded] = {}  # by answer id, oldest first; as many as there are turns at most
+        self._answers: dict[str, _Recorded] = {}  # by answer id, oldest first; at most one per turn
         self._requests: dict[str, list[_Recorded]] = {}
-        self._replays: deque[_Recorded] = deque()  # calls that a fork has to be asked once more, the next one first
+        self._replays: deque[_Recorded] = deque()  # calls that a fork must repeat, the next one first
 
     @property
     def turns(self) -> list[Turn]:
-        """The turns in the order in which they were recorded; prompts of one branch are views of one array."""
+        """The turns in the order of recording; prompts of one branch are views of one array."""
         return self._turns.whole()
 
     def prompt(self, call: Call) -> Prompt:
-        """The token ids that a model continues to answer ``call``.
+        """The token ids that a model continues in order to answer ``call``.
 
-        Raises ``ValueError``, with a message for the caller, on what the template or the vocabulary does not take, on
-        an unknown ``previous``, and, as :class:`SessionFull`, when no turns or tokens are left.
+        Raises ``ValueError``, with a message for the caller, if the template or the vocabulary rejects the call, for an
+        unknown ``previous``, and, as :class:`SessionFull`, if no turns or tokens are left.
         """
         self._turns.check_room(call.sampling.count)
         if call.prompt is not None:
@@ -167,14 +165,14 @@ class Conversation:
         )
 
     def answered(self, request_id: str, call: Call) -> Answer | None:
-        """The answer that this very request had before; ``None`` if there is none, or if the id is empty."""
+        """The answer that this same request got before; ``None`` if there is none or the id is empty."""
         recorded = self._requests.get(request_id) if request_id else None
         return self._same_call(call, recorded) if recorded else None
 
     def replayed(self, call: Call, request_id: str = "") -> Answer | None:
-        """The answer that the call had before the fork; ``None`` if all of those have been asked for once more.
+        """The answer that the call got before the fork; ``None`` once all of those calls have been repeated.
 
-        Raises ``ValueError`` for another call than the one whose turn it is.
+        Raises ``ValueError`` for a call that is not the next one to repeat.
         """
         if not self._replays:
             return None
@@ -191,14 +189,14 @@ class Conversation:
         return answer
 
     def last_answer(self, call: Call) -> Answer | None:
-        """The newest answer to an equal call, for a caller that says that it tries again, but not which request."""
+        """The newest answer to an equal call, for a caller that marks a retry without naming the request."""
         return self._same_call(call, list(self._answers.values()))
 
     def record(self, call: Call, answer: Answer, request_id: str = "") -> Answer:
-        """Keep the turns of ``answer`` and what can be continued from them; says which answer counts.
+        """Store the turns of ``answer`` and the state to continue from; return the answer that counts.
 
-        A request that another attempt of its caller had answered meanwhile keeps that answer, and nothing is kept of
-        this one. Raises :class:`~etude.errors.SessionLost` if the session was closed meanwhile.
+        If another attempt of the same request was answered meanwhile, that answer counts and this one is dropped.
+        Raises :class:`~etude.errors.SessionLost` if the session was closed meanwhile.
         """
         if self.closed:
             raise SessionLost(f"session {self.session_id} was closed during the call; its turns were not recorded")
@@ -243,7 +241,7 @@ class Conversation:
         )
 
     def close(self) -> None:
-        """Let no turn follow, and free the text."""
+        """Accept no further turn, and free the text."""
         if self.on_close is not None and not self.closed:
             self.on_close()
         self.closed = True
@@ -255,8 +253,8 @@ class Conversation:
         self._replays.clear()
 
     def fork(self, session_id: str) -> "Conversation":
-        """A conversation that goes on from here by itself, once its calls so far were made again: the same turns,
-        messages and answers.
+        """A conversation with the same turns, messages and answers, which continues independently once the calls so far
+        have been repeated.
         """
         forked = Conversation(session_id, self._format, self._turns.copy())
         twins: dict[Node, Node] = {}
@@ -270,9 +268,9 @@ class Conversation:
         return forked
 
     def _messages(self, call: Call) -> Sequence[ChatMessage]:
-        """The whole conversation of a call: that of the answer it names comes first.
+        """The whole conversation of a call, beginning with that of the answer it names.
 
-        Instructions hold for one call: those of the earlier call do not come along, those of this one stand first.
+        Instructions hold for one call: those of the earlier call are dropped, those of this call come first.
         """
         if call.previous is None:
             return call.messages
@@ -284,21 +282,22 @@ class Conversation:
         return [*call.messages[:own], *earlier, recorded.answer.replies[0].message, *call.messages[own:]]
 
     def _tree(self, call: Call) -> "Node":
-        """The tree behind the preamble of a call; a new one, not yet among the trees, if there is none."""
+        """The tree for the preamble of a call; if none exists, a new one that is not yet registered."""
         preamble = _preamble(call)
         return next((root for other, root in self._trees if other == preamble), None) or new_root()
 
     def _continued(self, match: "TreeMatch", messages: Sequence[ChatMessage], call: Call) -> Prompt | None:
-        """The prompt behind the matched reply; ``None`` without one, or if the template cannot be put there."""
+        """The prompt after the matched reply; ``None`` without one, or if the template cannot be applied there."""
         if match.reply is None or match.reply.turn is None:
             return None
         turn = self._turns[match.reply.turn]
-        # The reply as its caller has it: should it have new ids for the calls, those of the tools' output fit them.
+        # The reply as its caller sent it: if the caller gave the calls new ids, the ids of the tools' output match
+        # them.
         reply = messages[match.depth - 1]
         try:
             ids = self._format.extend(reply, messages[match.depth :], call.tools, call.template_kwargs)
         except ValueError:
-            return None  # to render all of it afresh is exact, too; if the messages are at fault, that will say so
+            return None  # rendering everything afresh is exact too, and reports faulty messages
         sampled = turn.without_prompt.completion_ids
         ended = len(sampled) and int(sampled[-1]) in self._format.stop_ids
         ids = ids if ended else [self._format.stop_ids[0], *ids]
@@ -331,12 +330,12 @@ class Conversation:
         return insert(match, messages), None if match.reply is None else match.reply.turn
 
     def _same_call(self, call: Call, candidates: Sequence[_Recorded]) -> Answer | None:
-        """The newest of the answers to a call that is equal to ``call``, its way of delivery aside."""
+        """The newest answer to a call that equals ``call`` apart from streaming."""
         try:
             ids = None if call.prompt is None else self._raw_ids(call.prompt)
             ends = find(self._tree(call), self._messages(call)).ends if ids is None else ()
         except ValueError:
-            return None  # it cannot have been answered
+            return None  # it cannot have been answered before
         for recorded in reversed(candidates):
             same = any(end is recorded.end for end in ends)
             if ids is not None and recorded.end is None:
@@ -349,20 +348,20 @@ class Conversation:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One message at its place in a conversation tree."""
+    """One message in a conversation tree."""
 
     message: ChatMessage
-    """The message as it first came, or as a reply was read."""
+    """The message as first received, or as parsed from a reply."""
     parent: "Node | None" = None
-    """``None`` for the root, which is no message."""
+    """``None`` for the root, which has no message."""
     turn: int | None = None
-    """The turn of the session that sampled it; ``None`` where none did."""
+    """The turn of the session that sampled it; ``None``: no turn did."""
     children: "list[Node]" = field(default_factory=list)
     echo: ChatMessage | None = None
-    """The message as its caller last sent it back: comparing with it spares reading the arguments of calls again."""
+    """The message as its caller last sent it back: comparing with it avoids parsing the arguments of calls again."""
 
     def add(self, message: ChatMessage, turn: int | None = None) -> "Node":
-        """A new node below this one."""
+        """Add a child node."""
         child = Node(message, self, turn)
         self.children.append(child)
         return child
@@ -392,15 +391,15 @@ class TreeMatch:
     """The longest prefix of a conversation that is in a tree."""
 
     reply: Node | None
-    """The deepest node on its way that a turn sampled; ``None`` if there is none."""
+    """The deepest node on the path that a turn sampled; ``None`` if there is none."""
     depth: int
-    """Number of messages that lead to ``reply``, itself included; 0 if there is none."""
+    """Number of messages up to and including ``reply``; 0 if there is none."""
     last: Node
     """The deepest node of any kind."""
     last_depth: int
-    """Number of messages that lead to ``last``."""
+    """Number of messages up to ``last``."""
     ends: tuple[Node, ...]
-    """Every node at which the whole conversation ends; none if it is not in the tree to its end."""
+    """Every node at which the whole conversation ends; empty if the tree does not contain all of it."""
 
 
 def new_root() -> Node:
@@ -411,8 +410,8 @@ def new_root() -> Node:
 def find(root: Node, messages: Sequence[ChatMessage]) -> TreeMatch:
     """Find the longest prefix of ``messages`` in a tree.
 
-    Where several replies look alike, all are followed; of those that are equally deep the one that fits best wins, then
-    the newest: its caller asked again because it never saw the older one.
+    If several replies look alike, all are followed. Of equally deep matches the closest wins, then the newest: the
+    caller repeated the call because it never saw the older reply.
     """
     level = [(root, 0)]
     reply, depth, last, last_depth = None, 0, root, 0
@@ -433,7 +432,7 @@ def find(root: Node, messages: Sequence[ChatMessage]) -> TreeMatch:
 
 
 def insert(match: TreeMatch, messages: Sequence[ChatMessage]) -> Node:
-    """Add ``messages`` to a tree behind the match of :func:`find`; returns the node of the last one."""
+    """Add ``messages`` to a tree after the match of :func:`find`; return the node of the last one."""
     node = match.last
     for message in messages[match.last_depth :]:
         node = node.add(message)
@@ -441,7 +440,7 @@ def insert(match: TreeMatch, messages: Sequence[ChatMessage]) -> Node:
 
 
 def copy_tree(root: Node) -> dict[Node, Node]:
-    """Copy a whole tree, each node and its twin. Messages, which never change, are shared."""
+    """Copy a whole tree; return each node with its copy. Messages are immutable and shared."""
     twins, nodes = {root: Node(root.message)}, [root]
     while nodes:
         node = nodes.pop()
@@ -453,7 +452,7 @@ def copy_tree(root: Node) -> dict[Node, Node]:
 
 
 def free_tree(root: Node) -> None:
-    """Unlink the nodes of a tree, so that its memory is free at once and not only at a garbage collection."""
+    """Unlink the nodes of a tree, so that its memory is freed at once and not only by the garbage collector."""
     nodes = [root]
     while nodes:
         node = nodes.pop()
@@ -462,11 +461,11 @@ def free_tree(root: Node) -> None:
 
 
 def alike(one: ChatMessage, other: ChatMessage) -> bool:
-    """True if two messages may be the same one, as a client changes it between calls.
+    """True if two messages may be the same message, changed by a client between calls.
 
-    Of an assistant's message count the content without surrounding white space and the names and arguments of its
-    calls; thinking and the ids of calls are left out, as many clients do not send them back. Of other messages the
-    content counts, and not which call a tool's output answers.
+    For an assistant message, the content without surrounding white space and the names and arguments of its calls
+    count. Thinking and the ids of calls do not, as many clients do not send them back. For other messages the content
+    counts, but not the id of the call that a tool's output answers.
     """
     if one.role != other.role:
         return False
@@ -494,23 +493,23 @@ def _rank(match: tuple[Node, int]) -> tuple[int, int]:
 
 
 def _same_arguments(one: str, other: str) -> bool:
-    """Equal as JSON, whatever the order of keys and the white space; as text if either is no JSON."""
+    """Equality as JSON, ignoring the order of keys and white space; as text if either is not JSON."""
     if one == other:
         return True
     try:
         return bool(orjson.loads(one or "{}") == orjson.loads(other or "{}"))
-    except (ValueError, RecursionError):  # the latter from comparing what is nested a thousand levels deep
+    except (ValueError, RecursionError):  # the latter from comparing JSON nested a thousand levels deep
         return False
 
 
 class SessionFull(ValueError):
-    """The session has reached its limit of turns or tokens. The message is for its caller."""
+    """The session has reached its limit of turns or tokens. The message is meant for the caller."""
 
 
 class TokenBuffer:
-    """The token ids of one conversation branch, which its turns share.
+    """The token ids of one conversation branch, shared by its turns.
 
-    Append-only: ids are written behind the last one, and only those of recorded prompts.
+    Append-only; it holds only ids of recorded prompts.
     """
 
     def __init__(self) -> None:
@@ -527,7 +526,7 @@ class TokenBuffer:
         return ids
 
     def shared_with(self, ids: Ids) -> int:
-        """Number of ids, from the first, that the buffer and ``ids`` share. It takes as long as these are many."""
+        """Number of leading ids that the buffer and ``ids`` share. The time is proportional to this number."""
         shared, block, most = 0, FIRST_BLOCK, min(self._length, len(ids))
         while shared < most:
             end = min(shared + block, most)
@@ -538,11 +537,11 @@ class TokenBuffer:
         return most
 
     def fits(self, ids: Ids) -> bool:
-        """True if ``ids`` are a prefix of the buffer, or it is one of them."""
+        """True if ``ids`` are a prefix of the buffer, or the buffer is a prefix of ``ids``."""
         return self.shared_with(ids) == min(self._length, len(ids))
 
     def extend(self, ids: Ids) -> None:
-        """Make ``ids``, which fit the buffer, a prefix of it."""
+        """Make ``ids``, which must fit the buffer, a prefix of it."""
         if len(ids) <= self._length:
             return
         if len(ids) > len(self._ids):
@@ -577,11 +576,11 @@ class StoredTurn:
 
 
 class TurnStore:
-    """All turns of one session, in the order in which they were recorded."""
+    """All turns of one session, in the order of recording."""
 
     def __init__(self, *, max_turns: int = MAX_TURNS, max_tokens: int = MAX_TOKENS) -> None:
         self.tokens = 0
-        """Tokens in memory: those of every branch, and sampled ones once more."""
+        """Tokens in memory: those of every branch, with sampled tokens counted twice."""
         self._max_turns = max_turns
         self._max_tokens = max_tokens
         self._turns: list[StoredTurn] = []
@@ -597,9 +596,10 @@ class TurnStore:
         return [turn.whole() for turn in self._turns]
 
     def check_room(self, turns: int) -> None:
-        """Raise :class:`SessionFull` unless ``turns`` more may be recorded.
+        """Raise :class:`SessionFull` unless ``turns`` more turns may be recorded.
 
-        The last calls may go beyond the bound of tokens, by a context each: what they sample is not known before.
+        Concurrent calls may exceed the limit of tokens, by one context each: the length of a sample is not known
+        before.
         """
         if len(self) + turns > self._max_turns:
             raise SessionFull(
@@ -613,7 +613,7 @@ class TurnStore:
             )
 
     def record(self, turns: Sequence[Turn], continued: int | None) -> None:
-        """Keep ``turns``, which have one prompt, as one that continues turn ``continued``, or none.
+        """Record ``turns``, which share one prompt, as continuing turn ``continued``, or no turn.
 
         A prompt that does not fit that turn's branch gets a buffer of its own.
         """
@@ -629,7 +629,9 @@ class TurnStore:
             self._turns.append(stored)
 
     def longest_prefix(self, ids: Ids) -> int | None:
-        """The turn with the most tokens, prompt and completion, that ``ids`` begin with; the newest of equal ones."""
+        """The turn with the most tokens, prompt and completion, that is a prefix of ``ids``; of equal ones
+        the newest.
+        """
         best, most = None, 0
         shared: dict[TokenBuffer, int] = {}
         for index, turn in enumerate(self._turns):
@@ -643,7 +645,9 @@ class TurnStore:
         return best
 
     def copy(self) -> Self:
-        """The same turns so far. Buffers are shared: the first to go on extends them, the other one makes its own."""
+        """A copy of the turns so far. Buffers are shared: the first store to continue extends them, the other makes its
+        own.
+        """
         copied = type(self)(max_turns=self._max_turns, max_tokens=self._max_tokens)
         copied.tokens = self.tokens
         copied._turns = list(self._turns)

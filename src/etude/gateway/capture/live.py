@@ -1,4 +1,4 @@
-"""Live sessions: conversations of a product's users who consented to training, kept for good as they happen.
+"""Live sessions: conversations of production users who consented to training, stored permanently as they happen.
 
     first call of a session   consent ─▶ recorded, under an id of its own; none ─▶ not recorded, whatever comes later
     each answer               its turns are on the disk before the caller gets it (of a stream: its last event)
@@ -9,9 +9,9 @@
     X-Etude-User      the product's name of its user; becomes a pseudonym here, and is nowhere as it came
     X-Etude-Template  the kind of request       X-Etude-Region  where the user is
 
-Owns which conversations are recorded and what is said of them. Does not own where they are kept: a
-:class:`LiveJournal` does, which ``run`` brings along. While that is out of reach users are served all the same: such a
-session ends with the turns that were kept, and is counted.
+Owns which conversations are recorded and their metadata. A :class:`LiveJournal`, supplied by ``run``, stores them.
+While the journal is unavailable users are still served: such a session ends with the turns stored so far, and is
+counted.
 """
 
 import asyncio
@@ -32,46 +32,46 @@ CONSENT, USER, TEMPLATE, REGION = "X-Etude-Consent", "X-Etude-User", "X-Etude-Te
 TRAIN, NONE = "train", "none"
 """Values of ``X-Etude-Consent``."""
 MAX_USER = 256
-"""Characters of a user's name."""
+"""Longest user name, in characters."""
 WORD = re.compile(r"[A-Za-z0-9._:/-]{0,128}")
-"""Templates and regions: they stand in reports."""
+"""Templates and regions: they appear in reports."""
 KEEP_S = 5.0
-"""Longest time for which an answer is held back until it is on the disk; a sync takes milliseconds."""
+"""Longest time that an answer waits to be written to disk; a sync takes milliseconds."""
 
 Pseudonym = Callable[[str], str]
-"""The pseudonym of a user."""
+"""Maps a user to a pseudonym."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveCall:
-    """Properties of a product's call beside the call itself."""
+    """Properties of a production call besides the call itself."""
 
     user: str = ""
-    """Pseudonym of the user; empty where the product does not say."""
+    """Pseudonym of the user; empty if the client names none."""
     template: str = ""
     region: str = ""
     consent: bool | None = None
-    """``None``: it does not say."""
+    """``None``: the call does not specify it."""
 
 
 class LiveJournal(Protocol):
-    """Keeps live sessions for good."""
+    """Storage of live sessions."""
 
     async def keep(self, answer: LiveAnswer) -> None:
-        """Return when an answer is on the disk. Raises :class:`~etude.errors.InfrastructureError`."""
+        """Store an answer; return once it is on disk. Raises :class:`~etude.errors.InfrastructureError`."""
         ...
 
     def end(self, session_id: str) -> None:
-        """No turn of a session follows what was kept before."""
+        """Mark a session as complete: no turn follows."""
         ...
 
     def withdraw(self, session_id: str) -> None:
-        """Forget all that was kept of a session."""
+        """Delete everything stored for a session."""
         ...
 
 
 def live_call(headers: Mapping[str, str], pseudonym: Pseudonym) -> LiveCall:
-    """Read the headers of a product's call. Raises :class:`~etude.gateway.api.calls.ApiError`."""
+    """Parse the headers of a production call. Raises :class:`~etude.gateway.api.calls.ApiError`."""
     consent = headers.get(CONSENT)
     if consent not in (None, TRAIN, NONE):
         raise ApiError(400, "invalid_request", f"{CONSENT}: expected {TRAIN!r} or {NONE!r}", param=CONSENT)
@@ -93,8 +93,8 @@ def live_call(headers: Mapping[str, str], pseudonym: Pseudonym) -> LiveCall:
 
 @final
 class LiveRecorder:
-    """Records the live sessions of a gateway in ``journal``; ``pseudonym`` is of a product's users. With ``regions``
-    those of users elsewhere are not recorded.
+    """Records the live sessions of a gateway in ``journal``; ``pseudonym`` maps a client's users to pseudonyms. With
+    ``regions``, users elsewhere are not recorded.
     """
 
     def __init__(
@@ -106,21 +106,21 @@ class LiveRecorder:
         now: Callable[[], float] = unix_s,
     ) -> None:
         self.unkept = 0
-        """Sessions that ended because an answer could not be kept in time."""
+        """Sessions that ended because an answer could not be stored in time."""
         self._journal = journal
         self._pseudonym = pseudonym
         self._regions = regions
         self._now = now
 
     def call(self, headers: Mapping[str, str]) -> LiveCall:
-        """Read the headers of a product's call. Raises :class:`~etude.gateway.api.calls.ApiError`."""
+        """Parse the headers of a production call. Raises :class:`~etude.gateway.api.calls.ApiError`."""
         return live_call(headers, self._pseudonym)
 
     def admit(self, conversation: Conversation, call: LiveCall, owner: str, *, by_default: bool, arm: str = "") -> None:
-        """Decide by its first call if a conversation is recorded; a later one may withdraw consent.
+        """Decide at its first call whether a conversation is recorded; a later call may withdraw consent.
 
-        ``owner`` is the id of the product's key, ``by_default`` its consent where a call says nothing, ``arm`` the arm
-        of the routing table that serves the user.
+        ``owner`` is the id of the client's key, ``by_default`` its consent if a call specifies none, ``arm`` the arm of
+        the routing table that serves the user.
         """
         live = conversation.live
         if live is not None and call.consent is False:
@@ -135,7 +135,7 @@ class LiveRecorder:
             return
         name = name_in(conversation.session_id, owner)
         conversation.live = LiveSession(
-            # A product may use a name again; an id that was drawn is new already.
+            # A client may reuse a name; a generated id is unique already.
             session_id=new_session_id() if name else conversation.session_id,
             owner=owner,
             name=name,
@@ -153,7 +153,7 @@ class LiveRecorder:
         conversation.on_close = partial(self._end, conversation)
 
     async def keep(self, conversation: Conversation, answer: Answer) -> None:
-        """Return when a recorded answer of a live session is on the disk; of another one, at once."""
+        """Wait until a recorded answer of a live session is on disk; for any other session, return at once."""
         live = conversation.live
         if live is None:
             return

@@ -1,9 +1,9 @@
 """The open sessions of a gateway by id, and the time that each one's calls waited for engines.
 
-Owns how many there are and how long they live. Rollouts and products have sessions of their own number, so that
-neither can leave the other none; and among products the one with the most gives way. The content of a session is its
-:class:`~etude.gateway.capture.conversations.Conversation`'s, the right to enter it
-:mod:`etude.gateway.http.auth`'s. Pure; time comes in as ``now``.
+Owns the number and lifetime of sessions. Rollouts and production have separate limits, so that neither can use up the
+other's; among production clients, the one with the most sessions loses one. The content of a session is in its
+:class:`~etude.gateway.capture.conversations.Conversation`; :mod:`etude.gateway.http.auth` controls access to it. Pure;
+``now`` is an argument.
 """
 
 import re
@@ -22,29 +22,29 @@ from etude.tokens.messages import ChatFormat
 from etude.types import Json
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-"""Names that a product may give its sessions: they stand in paths and logs."""
+"""Session names that a client may choose: they appear in paths and logs."""
 SESSION_ID_BYTES = 12
 TOO_MANY_SESSIONS = "as many sessions as may be are open or in the middle of a call: close some, or try again later"
-"""Message for a caller that asks for one more."""
+"""Message for a caller that requests one more session."""
 
 
 @dataclass(slots=True, kw_only=True)
 class QueueTime:
-    """The time that the calls of a session waited for engines, by which a harness tells an engine's delay from its own.
+    """The time that a session's calls waited for engines; it lets a harness tell an engine's delay from its own.
 
-    A call with a deadline of its caller's choice says nothing of engines and is not counted.
+    A call whose caller set its own deadline says nothing about engines and is not counted.
     """
 
     calls: int = 0
     """Calls in progress."""
     waited_s: float = 0.0
-    """Seconds of all that are over: in the queue, without an engine, and under engines that failed."""
+    """Total seconds of finished calls in the queue, without an engine, and at engines that failed."""
     unserved: bool = False
-    """True if the last one that is over had no answer for lack of an engine."""
+    """True if the last finished call got no answer because no engine was available."""
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call is in progress."""
+        """Track a call in progress."""
         self.calls += 1
         try:
             yield
@@ -52,7 +52,7 @@ class QueueTime:
             self.calls -= 1
 
     def add(self, record: RequestRecord) -> None:
-        """A call is over."""
+        """Add a finished call."""
         if record.own_deadline:
             return
         self.unserved = record.code in UNSERVED or (record.status == CLIENT_CLOSED and record.dispatched is None)
@@ -65,37 +65,38 @@ class QueueTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Limits of the memory that a gateway's sessions use."""
+    """Limits on the memory that a gateway's sessions use."""
 
     max_rollouts: int = 4096
-    """Sessions open at a time for rollouts: each has one, so this is far above any sensible concurrency."""
+    """Open sessions for rollouts: one each, so this is far above any sensible concurrency."""
     max_production: int = 4096
-    """Sessions open at a time for products, which may never close theirs: one more ends an idle one."""
+    """Open sessions for production clients, which may never close theirs: beyond it, a new session ends an idle one."""
     max_turns: int = MAX_TURNS
-    """Turns of one session."""
+    """Turns per session."""
     max_tokens: int = MAX_TOKENS
-    """Tokens that one session holds."""
+    """Tokens per session."""
     idle_s: float = 900.0
-    """A session is forgotten this long after its last call began, or a killed rollouts process would leave its sessions
-    here for ever. The longest gap in a rollout is one answer, for which an engine may take 10 minutes, and one command.
+    """A session is dropped this long after its last call began; otherwise a killed rollouts process would leave its
+    sessions here for ever. The longest gap in a rollout is one answer, which may take an engine 10 minutes, and one
+    command.
     """
 
     def of(self, traffic: TrafficClass) -> int:
-        """Sessions that a class may have."""
+        """Sessions that a traffic class may have."""
         return self.max_production if traffic is TrafficClass.PRODUCTION else self.max_rollouts
 
 
 DEFAULT_LIMITS = SessionLimits()
-"""The limits where none are configured."""
+"""The limits if none are configured."""
 
 
 def named_id(owner: str, name: str) -> str:
-    """The session id for ``name``, a name given by the client with key id ``owner``."""
+    """The session id for ``name``, chosen by the client with key id ``owner``."""
     return f"{owner}.{name}"
 
 
 def name_in(session_id: str, owner: str) -> str:
-    """The name that the client with key id ``owner`` gave the session; empty for one whose id was drawn."""
+    """The name that the client with key id ``owner`` chose for the session; empty for a generated id."""
     prefix = named_id(owner, "")
     return session_id.removeprefix(prefix) if session_id.startswith(prefix) else ""
 
@@ -110,7 +111,7 @@ class SessionStore:
 
     def __init__(self, chat_format: ChatFormat, limits: SessionLimits = DEFAULT_LIMITS) -> None:
         self.chat_format = chat_format
-        """The rule by which every session's messages become tokens."""
+        """The rule that turns every session's messages into tokens."""
         self._limits = limits
         self._by_id: OrderedDict[str, _OpenSession] = OrderedDict()  # the longest idle first
         self._owners: dict[TrafficClass, Counter[str]] = {one: Counter() for one in TrafficClass}
@@ -122,18 +123,19 @@ class SessionStore:
     def open(
         self, session_id: str, owner: str, traffic: TrafficClass, now: float, *, min_version: int | None = None
     ) -> Conversation | None:
-        """Open a session; ``None`` if as many of its class as may be are open already.
+        """Open a session; ``None`` if its class has reached its limit.
 
-        ``owner`` is the id of the key that asked for it. Raises ``ValueError`` if there is such a session.
+        ``owner`` is the id of the caller's key. Raises ``ValueError`` if the session exists.
         """
         self._expire(now)
         return self._keep(self.detached(session_id), owner, traffic, now, min_version)
 
     def fork(self, session_id: str, origin: str, now: float) -> Conversation | None:
-        """Open a session that begins as the open one called ``origin``, of the same owner and class; ``None`` if as
-        many of its class as may be are open already.
+        """Open a session as a copy of the open session ``origin``, with the same owner and class; ``None`` if its class
+        has reached its limit.
 
-        Raises :class:`~etude.errors.SessionLost` if ``origin`` is not open, ``ValueError`` if ``session_id`` is.
+        Raises :class:`~etude.errors.SessionLost` if ``origin`` is not open, ``ValueError`` if ``session_id`` is open
+        already.
         """
         conversation = self.find(origin, now)
         if conversation is None:
@@ -142,12 +144,12 @@ class SessionStore:
         return self._keep(conversation.fork(session_id), entry.owner, entry.traffic, now, entry.min_version)
 
     def detached(self, session_id: str) -> Conversation:
-        """A conversation for one call, not among the open sessions."""
+        """A conversation for a single call, not registered as an open session."""
         turns = TurnStore(max_turns=self._limits.max_turns, max_tokens=self._limits.max_tokens)
         return Conversation(session_id, self.chat_format, turns)
 
     def find(self, session_id: str, now: float) -> Conversation | None:
-        """An open session, counted as used now; ``None`` if there is none of this id."""
+        """The open session with this id, marked as used now; ``None`` if there is none."""
         self._expire(now)
         entry = self._by_id.get(session_id)
         if entry is None:
@@ -157,10 +159,11 @@ class SessionStore:
         return entry.conversation
 
     def find_or_open(self, name: str, owner: str, now: float) -> Conversation | None:
-        """The session that ``owner``, a product, calls ``name``, opened if need be; ``None`` if no more can be.
+        """The session named ``name`` of ``owner``, a production client, opened if necessary; ``None`` if the limit is
+        reached.
 
-        Its id has both in it, so the same name of another owner is another session. Raises ``ValueError`` for a name
-        that cannot stand in a path.
+        Its id contains both, so the same name of another owner is another session. Raises ``ValueError`` for a name
+        that is not allowed in a path.
         """
         if not NAME.fullmatch(name):
             raise ValueError("a session's name has 1 to 128 letters, digits, dots, hyphens and underscores")
@@ -173,23 +176,25 @@ class SessionStore:
         return None if entry is None else entry.owner
 
     def traffic(self, session_id: str) -> TrafficClass:
-        """The traffic class of an open session. Raises ``KeyError`` for any other."""
+        """The traffic class of an open session. Raises ``KeyError`` for any other session."""
         return self._by_id[session_id].traffic
 
     def min_version(self, session_id: str) -> int | None:
-        """The oldest weight version that may answer calls of a session; ``None`` for any, and if it is not open."""
+        """The oldest weight version that may answer calls of a session; ``None`` for any version or if it is
+        not open.
+        """
         entry = self._by_id.get(session_id)
         return None if entry is None else entry.min_version
 
     def queue_time(self, session_id: str) -> QueueTime:
-        """The queue time of a session; while a call is in progress it gives way to no other one. A new one, if the
-        session is not open.
+        """The queue time of a session; while a call is in progress, the session is never dropped for a new one. A fresh
+        object if the session is not open.
         """
         entry = self._by_id.get(session_id)
         return QueueTime() if entry is None else entry.queue_time
 
     def close(self, session_id: str, now: float) -> Conversation:
-        """Forget a session and hand it back.
+        """Close a session and return it.
 
         Raises :class:`~etude.errors.SessionLost` if no such session is open.
         """
@@ -199,10 +204,10 @@ class SessionStore:
         return self._forget(session_id)
 
     def expire(self, now: float) -> tuple[str, ...]:
-        """Forget the sessions that have been idle for too long; the ids of all that went so, or gave way, since the
-        last call.
+        """Drop the sessions that have been idle for too long; return the ids of all sessions that expired or were
+        dropped since the last call.
 
-        To be called now and then by the owner of their keys, which die with them.
+        To be called regularly by the owner of the sessions' keys, which expire with the sessions.
         """
         self._expire(now)
         expired, self._expired = tuple(self._expired), []
@@ -223,9 +228,10 @@ class SessionStore:
         return conversation
 
     def _has_room(self, traffic: TrafficClass) -> bool:
-        """True if one more of a class may be open; of production, the longest idle one of the owner of most gives way.
+        """True if one more session of a class may be open; for production, the client with the most sessions loses its
+        longest idle one.
 
-        No rollout's does: its turns would be lost, while a product sends its history with each call.
+        Rollouts never lose one: the turns would be lost, while a production client sends its history with each call.
         """
         owners = self._owners[traffic]
         if owners.total() < self._limits.of(traffic):
@@ -261,7 +267,7 @@ class SessionStore:
 
 @dataclass(slots=True, kw_only=True)
 class _OpenSession:
-    """A session, the id of its owner's key, when a call last began and how its calls fared."""
+    """A session with the id of its owner's key, the start of its last call and the statistics of its calls."""
 
     conversation: Conversation
     owner: str

@@ -15,8 +15,8 @@
     POST   /engines           name, url, region, is_lent: it may be taken back at any moment
     DELETE /engines/{name}    it gets no new calls; those of a lent one go on elsewhere at once
 
-Owns these requests and responses. The rights of a key are :mod:`etude.gateway.http.auth`'s, the encoding of turns
-:mod:`etude.ledger.turns`'. Keys are kept in the key file, where there is one; engines are not kept.
+Owns these requests and responses. The rights of a key are in :mod:`etude.gateway.http.auth`, the encoding of turns in
+:mod:`etude.ledger.turns`. Keys are stored in the key file, if there is one; engines are not stored.
 """
 
 import asyncio
@@ -58,12 +58,12 @@ from etude.types import Json
 BINARY = "application/octet-stream"
 FORK_OF, SESSION_MIN_VERSION = "fork_of", "min_version"
 MAX_VERSION = 10**9 - 1
-"""Highest weight version that can be asked for, as of the header."""
+"""Highest weight version that a request or a header may name."""
 
 
 @final
 class AdminApi:
-    """Handlers of the admin API; keys that are made here are saved in ``key_file``, if there is one."""
+    """Handlers of the admin API; new keys are saved in ``key_file``, if there is one."""
 
     def __init__(self, state: GatewayState, key_file: KeyFile | None = None) -> None:
         self.metrics = Metrics(self._gauges)
@@ -141,7 +141,7 @@ class AdminApi:
         return session_id
 
     async def _health(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
-        """503 without an engine, or while draining: the gateway lives, but nothing should be routed to it."""
+        """503 without an engine, or while draining: the gateway is alive, but should get no traffic."""
         views = self._pool.list()
         served = [view.health for view in views if view.state is EngineState.HEALTHY and view.health is not None]
         oldest = min(served, key=lambda health: health.version, default=None)
@@ -174,7 +174,7 @@ class AdminApi:
         try:
             if self._key_file is None:
                 self._keyring.add(key, self._clock.now())
-            else:  # the file first: while another process changes it, there is no new key at all
+            else:  # the file first: while another process changes it, no key is created
                 await asyncio.to_thread(self._key_file.add, key)
                 self._key_file.refresh(self._keyring, self._clock.now())
         except (ValueError, ConfigError) as error:
@@ -190,8 +190,8 @@ class AdminApi:
         if key is None:
             raise ApiError(404, "key_not_found", "there is no key of this id")
         if self._key_file is not None and key.session_id is None:
-            with suppress(ValueError):  # it was taken out of the file meanwhile
-                await asyncio.to_thread(self._key_file.revoke, key.key_id)  # first, or it would come back from there
+            with suppress(ValueError):  # it was removed from the file meanwhile
+                await asyncio.to_thread(self._key_file.revoke, key.key_id)  # first, or it would be loaded again
         self._keyring.revoke(key.key_id)
         return _json(record, self._key_facts(key))
 

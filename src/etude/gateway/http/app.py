@@ -1,4 +1,4 @@
-"""The gateway's HTTP handler, from a request's first byte to its line in the log, in five steps.
+"""The gateway's HTTP handler, from a request's first byte to its log line, in five steps.
 
     http      app.py: route ─▶ auth.py: key, budget, session                         request → Principal
     api       api/chat.py, messages.py, …: parse                                     bytes → ParsedRequest(Call)
@@ -13,18 +13,18 @@
     …      /s/{session}/v1/…                                           each of them, in a session
     /sessions /keys /engines /healthz /metrics /openapi.json           :mod:`etude.gateway.http.admin_api`'s
 
-Owns the order of these steps, the web server and the patterns of paths, headers, deadlines and what is counted.
-Consumes requests; produces answers and turns; waits for permits and engines, at most until the call's deadline; woken
-by them. When it drains it takes no new calls; on shutdown calls are cancelled and leave no turn, and the sessions are
-gone: their rollouts fail as infrastructure and are tried again. No text of a conversation reaches a log.
+Owns the order of these steps, the web server, path patterns, headers, deadlines and counters. Consumes requests;
+produces answers and turns; waits for permits and engines, at most until the call's deadline; woken by them. When it
+drains it accepts no new calls; on shutdown calls are cancelled and leave no turn, and the sessions are lost: their
+rollouts fail as infrastructure and are retried. No conversation text reaches a log.
 
-A caller that hangs up before the turn is recorded frees its place here and in the engine. After that the turn stays,
+A caller that disconnects before the turn is recorded frees its slot here and in the engine. Afterwards the turn stays,
 whether or not the answer is received. A caller that sends a random ``X-Request-Id`` or ``Idempotency-Key``, the same
-with each retry of a call, is given the recorded answer again; so is an SDK that says how often it has tried.
+with each retry of a call, gets the recorded answer again; so does an SDK that sends its retry count.
 
-A session is named in a path by its id, or by its key for tools that take a base URL and nothing else; which of them it
-is, is decided in :mod:`etude.gateway.http.auth`. The server is aiohttp's low-level one: neither its router nor a raw
-ASGI server is measurably faster, and this one cancels a handler whose caller hung up at no cost, which ASGI does not.
+A path names a session by its id, or by its key for tools that accept only a base URL; :mod:`etude.gateway.http.auth`
+tells the two apart. The server is aiohttp's low-level one: neither its router nor a raw ASGI server is measurably
+faster, and it cancels the handler of a disconnected caller at no cost, which ASGI does not.
 """
 
 import asyncio
@@ -67,48 +67,48 @@ from etude.gateway.service import Caller, CallService
 from etude.protocols import Clock
 
 MAX_BODY_BYTES = 16 * 2**20
-"""Longer requests are refused unread; a context of a million tokens fits."""
+"""Longer requests are rejected unread; a context of a million tokens fits."""
 PROTOCOLS: Mapping[str, ApiProtocol] = MappingProxyType(
     {api.path: api for api in (chat.PROTOCOL, completions.PROTOCOL, responses.PROTOCOL, messages.PROTOCOL)}
 )
 """Path → API protocol."""
 ANTHROPIC_VERSION = "anthropic-version"
-"""Header that Anthropic's clients always send, by which they are known on paths that both APIs have."""
+"""Header that Anthropic's clients always send; it identifies them on paths that both APIs share."""
 REQUEST_IDS = ("X-Request-Id", "Idempotency-Key")
-"""Headers by which a retry is known, within one session."""
+"""Headers that identify a retry within one session."""
 RETRY_COUNT = "x-stainless-retry-count"
-"""Header by which both SDKs say how often they have tried this call before."""
+"""Header in which both SDKs send the number of earlier attempts at this call."""
 MIN_VERSION = "X-Etude-Min-Version"
 """Header with the oldest weight version that may answer."""
 DEADLINE = "X-Etude-Deadline-S"
 """Header with a shorter deadline than the gateway's."""
 VERSION = "X-Etude-Version"
-"""Response header with the weight versions that answered; of a stream, those of its first tokens."""
+"""Response header with the weight versions that answered; for a stream, those of its first tokens."""
 PROBES = frozenset({"GET /healthz", "GET /metrics"})
-"""Routes that leave no line in the access log: they are asked many times a second, and by machines."""
+"""Routes without a line in the access log: machines request them many times a second."""
 LIVE_SESSION = "X-Etude-Session-Id"
 """Response header with the id of the live session that the call is recorded in."""
 DEADLINE_S = 600.0
-"""Longest time of one call, waiting included; a caller may ask for less. As long as OpenAI's clients wait."""
+"""Longest time of one call, waiting included, as in OpenAI's clients; a caller may request less."""
 LAST_EVENT_S = 1.0
-"""Longest time for the last event of a stream that failed to leave."""
+"""Longest time to send the last event of a stream that failed."""
 BODY_S = 60.0
-"""Longest time for a body to arrive after its headers: enough for a large one over a slow line."""
+"""Longest time for a body to arrive after its headers: enough for a large one over a slow connection."""
 JSON, EVENTS = "application/json", "text/event-stream"
 SERVER = ("Server", "etude")
-"""No version: it would only help attackers."""
+"""No version number: it would only help attackers."""
 EVENT_STREAM = (("Content-Type", EVENTS), ("Cache-Control", "no-store"), SERVER)
 """Headers of a stream of server-sent events."""
 SESSION_PREFIX = "/s/"
 PARAMETER = "{}"
-"""Stands for the last segment of a path."""
+"""Placeholder for the last segment of a path."""
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 WHOLE = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayState:
-    """The objects that handlers of requests read and change."""
+    """The objects that request handlers read and change."""
 
     auth: Authenticator
     """Keys and sessions."""
@@ -117,14 +117,14 @@ class GatewayState:
     inflight: InflightCalls
     clock: Clock
     arms: ReleasedArms | None = None
-    """The weights that users may meet; ``None``: whatever engines have."""
+    """The weights that users may get; ``None``: any weights."""
     live: LiveRecorder | None = None
     """Records the sessions of users who consent; ``None``: none are recorded."""
 
 
 @final
 class Gateway:
-    """Answers requests: model calls itself, all others by the handlers of ``others``; counts them in ``metrics``."""
+    """Answers requests: model calls itself, all others by the handlers in ``others``; counts them in ``metrics``."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Gateway:
         metrics: Metrics,
         listeners: Sequence[Callable[[RequestRecord], None]] = (),
     ) -> None:
-        """``listeners`` are told of every request that is over, but for probes."""
+        """``listeners`` are notified of every finished request except probes."""
         self._service = service
         self._auth = state.auth
         self._inflight = state.inflight
@@ -156,7 +156,7 @@ class Gateway:
         self._routes = Routes(others, calls)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request. Raises nothing but being cancelled."""
+        """Answer one request. Raises nothing except cancellation."""
         record = RequestRecord(began=self._clock.now(), request_id=f"req_{new_id()}")
         route = self._routes.match(raw_path(request))
         record.route = f"{request.method} {route.pattern}" if route else "unknown"
@@ -179,11 +179,13 @@ class Gateway:
                     tell(record)
 
     def take_load(self) -> CallLoad:
-        """Sums over the calls that ended since it was called the last time."""
+        """Sums over the calls that ended since the previous call of this method."""
         return self._metrics.take_load()
 
     async def drain(self, seconds: float) -> None:
-        """Take no more calls and wait until those in flight are over, at most ``seconds``; being cancelled ends it."""
+        """Accept no more calls and wait until those in progress have ended, at most ``seconds``; cancellation ends the
+        wait.
+        """
         await self._inflight.drain(seconds)
 
     async def _call(self, request: web.BaseRequest, route: "Route", record: RequestRecord) -> web.StreamResponse:
@@ -211,7 +213,7 @@ class Gateway:
     async def _stream(
         self, request: web.BaseRequest, parsed: ParsedRequest, caller: Caller, record: RequestRecord
     ) -> web.StreamResponse:
-        """Send events as they come. An error before the first has a status; later it is an event itself."""
+        """Send events as they arrive. An error before the first event has a status; a later one is itself an event."""
         encoder, response = parsed.events(), web.StreamResponse()
         try:
             async with (
@@ -232,13 +234,13 @@ class Gateway:
                 raise
             api_error = api_error_of(self._late(error, caller), record.route)
             record.status, record.code = api_error.status, api_error.code
-            with suppress(ConnectionError, TimeoutError):  # a caller that does not read will not learn of it
+            with suppress(ConnectionError, TimeoutError):  # a caller that does not read cannot be notified
                 async with asyncio.timeout(LAST_EVENT_S):
                     await response.write(encoder.failure(api_error))
         return response
 
     async def _count(self, request: web.BaseRequest, route: "Route", record: RequestRecord) -> web.StreamResponse:
-        """The number of tokens that a call would have; it counts as a request, and takes none of the key's tokens."""
+        """The number of tokens of a call; it counts as a request, but uses none of the key's tokens."""
         principal = self._admit(request, route, record)
         body = await read_body(request, record)
         call = messages.parse_count(body)
@@ -267,14 +269,14 @@ class Gateway:
         return principal
 
     def _admit(self, request: web.BaseRequest, route: "Route", record: RequestRecord) -> Principal:
-        """The principal of a call, with budget left to make it."""
+        """The principal of a call, with enough budget to make it."""
         principal = self._principal(request, route, record)
         self._inflight.check_open()
         self._auth.charge_request(principal.key, self._clock.now())
         return principal
 
     def _caller(self, principal: Principal, headers: Mapping[str, str], call: Call) -> Caller:
-        """The conditions of a call, as its headers and its session have them."""
+        """The conditions of a call, from its headers and its session."""
         deadline_s, own_deadline_s = self._deadline_s, headers.get(DEADLINE)
         if own_deadline_s is not None:
             if not SECONDS.fullmatch(own_deadline_s):
@@ -304,7 +306,7 @@ class Gateway:
     def _admit_live(
         self, principal: Principal, headers: Mapping[str, str], record: RequestRecord, caller: Caller
     ) -> None:
-        """Decide if a product's session is recorded, by the consent of its user."""
+        """Decide whether a production session is recorded, from its user's consent."""
         if self._live is None or principal.traffic is not TrafficClass.PRODUCTION:
             return
         conversation, key = principal.conversation, principal.key
@@ -313,12 +315,12 @@ class Gateway:
         record.live_session = "" if conversation.live is None else conversation.live.session_id
 
     def _late(self, error: Exception, caller: Caller) -> Exception:
-        """The error of a call whose engines did not answer in time: its deadline, rather than their absence."""
+        """The error of a call whose engines did not answer in time: its deadline, rather than engine unavailability."""
         late = isinstance(error, EngineUnavailable) and self._clock.now() >= caller.deadline
         return TimeoutError() if late else error
 
     def _settle(self, principal: Principal, record: RequestRecord) -> None:
-        """Count what a call took, and close a conversation that was for this call alone."""
+        """Count a call's usage, and close a conversation that exists only for this call."""
         tokens = record.prompt_tokens + record.completion_tokens
         if tokens:
             self._auth.keyring.spend(principal.key, tokens, self._clock.now())
@@ -327,7 +329,7 @@ class Gateway:
 
 
 def _protocol_of(request: web.BaseRequest, route: "Route | None") -> ApiProtocol:
-    """The API protocol in which a caller is told of an error: by the path, else by the client."""
+    """The API protocol in which a caller gets errors: by the path, else by the client."""
     path = raw_path(request) if route is None else route.bare_pattern
     anthropic = messages.PATH in path or ANTHROPIC_VERSION in request.headers
     return PROTOCOLS.get(path) or (messages.PROTOCOL if anthropic else chat.PROTOCOL)
@@ -358,11 +360,11 @@ class Route:
     """A request path, parsed."""
 
     pattern: str
-    """The pattern that matched, for logs: it holds no part that a caller chose."""
+    """The pattern that matched, for logs: it contains nothing chosen by a caller."""
     handlers: Mapping[str, "Handler"]
     """Method → handler."""
     session: str | None = None
-    """The segment behind ``/s/``."""
+    """The segment after ``/s/``."""
     parameter: str = ""
     """The segment that ``{}`` stands for."""
 
@@ -381,13 +383,13 @@ class Route:
 
 
 Handler = Callable[[web.BaseRequest, Route, RequestRecord], Awaitable[web.StreamResponse]]
-"""Answers one request; its record is filled in. Cancelled when the caller hangs up."""
+"""Answers one request and fills in its record. Cancelled when the caller disconnects."""
 RouteTable: TypeAlias = Mapping[str, Mapping[str, Handler]]
 """Pattern → method → handler."""
 
 
 class Routes:
-    """URL patterns and their handlers. ``below_session`` are those that also exist behind ``/s/{session}``."""
+    """URL patterns and their handlers. ``below_session`` are those that also exist below ``/s/{session}``."""
 
     def __init__(self, table: RouteTable, below_session: RouteTable) -> None:
         everywhere = {**table, **below_session}
@@ -413,7 +415,7 @@ class Routes:
 def http_server(
     handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], *, max_body_bytes: int = MAX_BODY_BYTES
 ) -> web.Server:
-    """Make an aiohttp server around ``handle``; call it in the event loop that will run the server."""
+    """Make an aiohttp server around ``handle``; call this in the event loop that runs the server."""
     loop = asyncio.get_running_loop()
 
     def request_of(message: RawRequestMessage, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
@@ -423,14 +425,14 @@ def http_server(
 
 
 def raw_path(request: web.BaseRequest) -> str:
-    """The request path as it was sent, still percent-encoded, without the query."""
+    """The request path as sent, still percent-encoded, without the query."""
     return request.raw_path.partition("?")[0]
 
 
 async def read_body(request: web.BaseRequest, record: RequestRecord, longest_s: float = BODY_S) -> bytes:
-    """Read a request body, which may take ``longest_s`` to arrive.
+    """Read a request body, which must arrive within ``longest_s``.
 
-    Raises :class:`~etude.gateway.api.calls.ApiError`: 413 if it is too large, 408 if it does not come.
+    Raises :class:`~etude.gateway.api.calls.ApiError`: 413 if it is too large, 408 if it does not arrive.
     """
     limit = request.client_max_size
     too_large = ApiError(413, "request_too_large", f"the body is larger than {limit} bytes: send less at a time")
@@ -452,11 +454,11 @@ async def read_body(request: web.BaseRequest, record: RequestRecord, longest_s: 
 
 
 async def _invite(request: web.BaseRequest) -> None:
-    """Tell a caller that waits for it to send its body; curl does with large ones."""
+    """Send "100 Continue" to a caller that waits for it; curl does with large bodies."""
     if request.headers.get("Expect", "").lower() == "100-continue":
         writer = request.writer
         await writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        writer.output_size = 0  # nothing of the response was sent yet
+        writer.output_size = 0  # no part of the response was sent yet
 
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
@@ -466,7 +468,7 @@ Headers: TypeAlias = tuple[tuple[str, str], ...]
 def respond(
     record: RequestRecord, body: bytes, content_type: str = JSON, *, status: int = 200, headers: Headers = ()
 ) -> web.Response:
-    """Send a whole response, and note it in ``record``."""
+    """Send a whole response, and record it in ``record``."""
     record.status, record.bytes_out = status, len(body)
     response = web.Response(body=body, status=status)
     response.headers.extend((*headers, ("Content-Type", content_type), SERVER))

@@ -6,14 +6,14 @@
     a key, and X-Etude-Session: <name>                        a product's: a session of that name opens at its first use
     a key                                                     one call, of which nothing is kept
 
-Owns the reading of headers and paths, which key a secret is, what its scope allows, and two token buckets for each key.
-Pure but for random ids: time comes in as ``now``, on one clock for all calls. Keys on disk are
-:mod:`etude.gateway.http.keyfile`'s.
+Owns the parsing of authentication headers and paths, the lookup of keys, the permissions of scopes, and two token
+buckets for each key. Pure except for random ids: ``now`` is an argument, on one clock for all calls. Keys on disk are
+in :mod:`etude.gateway.http.keyfile`.
 
-No secret is kept, only its SHA-256. A slow hash or a salt would protect secrets that can be guessed; ours have 256
-random bits, so a secret of a given digest cannot be found, and a stolen file of digests opens nothing. For the same
-reason a key is simply looked up by digest: the time of a look-up may tell how much of the digest of a guess agrees with
-one in the ring, but not how to find a secret for it.
+Secrets are not stored, only their SHA-256. A slow hash or a salt protects secrets that can be guessed; these have 256
+random bits, so no secret can be found from its digest, and a stolen file of digests opens nothing. For the same reason
+a plain lookup by digest is safe: its timing may show how much of a guess's digest matches a stored one, but that does
+not help to find a secret.
 """
 
 import hashlib
@@ -32,56 +32,56 @@ from etude.gateway.routing.admission import TrafficClass
 from etude.types import SHA256_HEX
 
 SECRET_BYTES = 32
-"""Randomness of a secret: 43 characters in base 64."""
+"""Random bytes of a secret: 43 characters in base 64."""
 KEY_ID_BYTES = 6
-"""Randomness of a key's id: unique among some thousands, not secret."""
+"""Random bytes of a key's id: unique among thousands, not secret."""
 SECRET_PREFIX = "etude-"
-"""Every secret begins so, and no session's id does."""
+"""Prefix of every secret, and of no session id."""
 SESSION_HEADER = "X-Etude-Session"
 MINUTE_S = 60.0
-"""Period over which budgets are counted, and the most of it for which they may be saved up."""
+"""Period for budgets; at most this much budget can accumulate."""
 MAX_KEYS = 65_536
-"""Keys in a ring; sessions are bounded far below this."""
+"""Keys in a ring; the limit on sessions is far below this."""
 MAX_TEXT = 256
-"""Characters of names, labels and URLs."""
+"""Longest name, label or URL, in characters."""
 MAX_BUDGET = 2**40
-"""Requests or tokens per minute."""
+"""Largest budget, in requests or tokens per minute."""
 MAX_AGE_S = 10 * 365 * 86_400
-"""Longest life of a key that has an end."""
+"""Longest life of a key that expires."""
 
 
 class Scope(StrEnum):
-    """The purpose of a key, which decides its permissions."""
+    """The purpose of a key, which determines its permissions."""
 
     PRODUCTION = "production"
-    """A product's traffic; it has sessions of its own."""
+    """Production traffic; it has its own sessions."""
     ROLLOUT = "rollout"
-    """One rollout: it opens its own session and nothing else, and dies with it, or with the key that opened that."""
+    """One rollout: it enters only its own session, and expires with it or with the key that opened the session."""
     FEEDBACK = "feedback"
-    """Reports signals about the sessions of the one product that it is made for, and does nothing else: it may lie in a
-    browser or an editor. It dies with that product's key, and has budgets of its own.
+    """Only reports signals about the sessions of one production key, so a browser or an editor may hold it. It expires
+    with that key, and has its own budgets.
     """
     ADMIN = "admin"
-    """The people and processes that run the gateway. It does not sample: what is sampled needs an owner."""
+    """People and processes that run the gateway. It cannot sample: samples need an owner."""
 
 
 class Permission(StrEnum):
-    """An action that a key may be allowed at a gateway."""
+    """An action that a key may be allowed to perform."""
 
     SAMPLE = "sample"
-    """Call the model, in a session of one's own."""
+    """Call the model, in the key's own session."""
     SESSIONS = "sessions"
-    """Open sessions, and close one's own; an admin closes any."""
+    """Open sessions, and close the key's own; an admin closes any."""
     KEYS = "keys"
-    """See, make and revoke keys."""
+    """List, make and revoke keys."""
     ENGINES = "engines"
-    """See, add and remove engines."""
+    """List, add and remove engines."""
     METRICS = "metrics"
     """Read the metrics."""
     REPORT = "report"
-    """Report signals about sessions of one's product."""
+    """Report signals about the product's sessions."""
     STATUS = "status"
-    """See what was reported about them."""
+    """List the reported signals."""
 
 
 ALLOWED: Mapping[Scope, frozenset[Permission]] = MappingProxyType(
@@ -92,7 +92,7 @@ ALLOWED: Mapping[Scope, frozenset[Permission]] = MappingProxyType(
         Scope.ADMIN: frozenset({Permission.SESSIONS, Permission.KEYS, Permission.ENGINES, Permission.METRICS}),
     }
 )
-"""Scope → the actions of its keys; nothing else is allowed."""
+"""Scope → permitted actions; all others are denied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,33 +111,33 @@ class KeyLimits:
 
 
 NO_LIMITS = KeyLimits()
-"""A budget without bounds: admission control alone limits its calls."""
+"""A budget without limits: only admission control limits its calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key's record: all but its secret."""
+    """A key's record, without its secret."""
 
     key_id: str
-    """Names it in logs and lists; no secret."""
+    """Identifies it in logs and lists; not secret."""
     digest: str
     """SHA-256 of the secret, in hex."""
     scope: Scope
     session_id: str | None = None
     """The one session of a rollout's key."""
     opener: str | None = None
-    """Id of the key that opened that session: on its account calls are made, and without it none are. Of a feedback
-    key, the product's key that it was made for.
+    """Id of the key that opened that session: it pays for the calls and must still be valid. For a feedback key: the
+    production key that it was made for.
     """
     consent: bool = False
-    """True if the product's users have consented to training where a call says nothing of it."""
+    """True if the product's users consent to training unless a call says otherwise."""
     limits: KeyLimits = NO_LIMITS
     expires_at: float | None = None
-    """On the clock of its ring; ``None``: never."""
+    """Expiry time on the ring's clock; ``None``: never."""
     created: str = ""
-    """UTC, ISO 8601, for people."""
+    """UTC, ISO 8601, for display."""
     label: str = ""
-    """Its purpose, for people."""
+    """Its purpose, for display."""
 
     def __post_init__(self) -> None:
         if len(self.digest) != SHA256_HEX or not set(self.digest) <= set("0123456789abcdef"):
@@ -151,17 +151,17 @@ class Key:
 
     @property
     def account(self) -> str:
-        """Id of the key on whose account calls are made."""
+        """Id of the key whose budget pays for calls."""
         return self.key_id if self.opener is None or self.scope is Scope.FEEDBACK else self.opener
 
     @property
     def product(self) -> str:
-        """Id of the key of the product whose sessions it may name."""
+        """Id of the production key whose sessions it may name."""
         return self.key_id if self.opener is None else self.opener
 
 
 def new_secret(scope: Scope) -> str:
-    """A random API key, ``etude-<scope>-`` and 43 characters, a form that scanners for leaked keys recognise."""
+    """A random API key: ``etude-<scope>-`` and 43 characters, a form that scanners for leaked keys recognise."""
     return f"etude-{scope}-{secrets.token_urlsafe(SECRET_BYTES)}"
 
 
@@ -181,7 +181,7 @@ def may(key: Key, action: Permission) -> bool:
 
 
 def may_enter(key: Key, session_id: str, owner: str) -> bool:
-    """True if ``key`` may sample in an open session: it is the session's own key, or the session's owner."""
+    """True if ``key`` may sample in an open session: it is the session's own key, or that of the owner."""
     if not may(key, Permission.SAMPLE):
         return False
     return session_id == key.session_id if key.scope is Scope.ROLLOUT else owner == key.key_id
@@ -194,26 +194,26 @@ def may_close(key: Key, owner: str) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Bucket:
-    """A token bucket: fills up with ``per_minute`` in a minute and holds no more; may be overdrawn."""
+    """A token bucket: gains ``per_minute`` tokens a minute, up to ``per_minute``; may be overdrawn."""
 
     per_minute: int
     level: float
     at: float
 
     def filled(self, now: float) -> float:
-        """Its level now."""
+        """Its current level."""
         self.level = min(self.per_minute, self.level + max(0.0, now - self.at) * self.per_minute / MINUTE_S)
         self.at = max(self.at, now)
         return self.level
 
     def wait_s(self, needed: float, now: float) -> float:
-        """Seconds until ``needed`` are in it; 0 if they are."""
+        """Seconds until it holds ``needed`` tokens; 0 if it does already."""
         return max(0.0, needed - self.filled(now)) * MINUTE_S / self.per_minute
 
 
 @dataclass(slots=True, kw_only=True)
 class _KeyBudget:
-    """A key and the rest of its budget; ``None`` where it has no bound."""
+    """A key and its remaining budget; ``None`` for no limit."""
 
     key: Key
     requests: _Bucket | None
@@ -227,7 +227,7 @@ class Keyring:
     _by_digest: dict[str, _KeyBudget] = field(default_factory=dict)
     _by_id: dict[str, _KeyBudget] = field(default_factory=dict)
     _by_session: dict[str, _KeyBudget] = field(default_factory=dict)
-    _filed: frozenset[str] = frozenset()  # ids of the keys that came with replace()
+    _filed: frozenset[str] = frozenset()  # ids of the keys added by replace()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -236,9 +236,9 @@ class Keyring:
         return iter([entry.key for entry in self._by_id.values()])
 
     def add(self, key: Key, now: float) -> None:
-        """Let a key in, with full budgets.
+        """Add a key, with full budgets.
 
-        Raises ``ValueError`` if its id, secret or session is known, and if there are as many keys as may be.
+        Raises ``ValueError`` if its id, secret or session is already present, or if the ring is full.
         """
         if key.key_id in self._by_id or key.digest in self._by_digest or key.session_id in self._by_session:
             raise ValueError(f"key {key.key_id!r}: there is one with this id, secret or session")
@@ -254,7 +254,7 @@ class Keyring:
             self._by_session[key.session_id] = entry
 
     def revoke(self, key_id: str) -> Key | None:
-        """Let a key out; ``None`` if there is none of this id."""
+        """Remove a key; return ``None`` for an unknown id."""
         entry = self._by_id.pop(key_id, None)
         if entry is None:
             return None
@@ -264,15 +264,16 @@ class Keyring:
         return entry.key
 
     def end_session(self, session_id: str) -> Key | None:
-        """Revoke the key of a session that is over; ``None`` if it had none."""
+        """Revoke the key of a session that ended; ``None`` if it had none."""
         entry = self._by_session.get(session_id)
         return None if entry is None else self.revoke(entry.key.key_id)
 
     def replace(self, keys: Iterable[Key], now: float) -> None:
-        """Let ``keys``, those of a file, take the place of those that came this way before.
+        """Replace the keys from the key file by ``keys``.
 
-        A key that stays keeps the rest of its budget. A key that was added by hand and has been written since is one
-        of them. Raises ``ValueError`` if one has the id or the secret of another key, and then changes nothing.
+        A key that stays keeps its remaining budget. A key that was added directly and then written to the file counts
+        as one of them. Raises ``ValueError``, without changing anything, if one has the id or the secret of another
+        key.
         """
         filed = {key.key_id: key for key in keys}
         if len(self) - len(self._filed & self._by_id.keys()) + len(filed) > MAX_KEYS:
@@ -289,12 +290,12 @@ class Keyring:
         self._filed = frozenset(filed)
 
     def authenticate(self, secret: str, now: float) -> Key | None:
-        """The key of a secret, if it is alive, as must be the key that opened its session; else ``None``."""
+        """The key with this secret, if it and the key that opened its session are valid; else ``None``."""
         entry = self._by_digest.get(digest_of(secret))
         if entry is None:
             return None
-        # Its own life is that of the account for a rollout's key, which has no end of its own, and another's beside it
-        # for a feedback key.
+        # A rollout's key has no expiry of its own and depends on its account's key; a feedback key also depends on its
+        # product's key.
         for key_id in (entry.key.account, entry.key.product):
             account = self._by_id.get(key_id)
             if account is None or (account.key.expires_at is not None and now >= account.key.expires_at):
@@ -302,11 +303,11 @@ class Keyring:
         return entry.key
 
     def charge_request(self, key: Key, now: float, requests: int = 1) -> float:
-        """Count a call as a request, or as several, for 0; where the budget is used up, count nothing and say the
+        """Count a call as one or more requests and return 0; if the budget is used up, count nothing and return the
         seconds to wait.
 
-        A call is let in while the key has any token left: how many it will take is not known before. What it took too
-        much is missing afterwards.
+        A call is admitted while the key has any tokens left, because its usage is not known in advance. An overdraft is
+        deducted from the later budget.
         """
         entry = self._account(key)
         if entry is None:
@@ -317,14 +318,14 @@ class Keyring:
         return max(delays_s)
 
     def spend(self, key: Key, tokens: int, now: float) -> None:
-        """Count the tokens that a call of ``key`` took."""
+        """Deduct the tokens that a call of ``key`` used."""
         entry = self._account(key)
         if entry is not None and entry.tokens is not None:
             entry.tokens.filled(now)
             entry.tokens.level -= tokens
 
     def _account(self, key: Key) -> _KeyBudget | None:
-        """The key on whose account a key's calls are made, with its budget; ``None`` if it is gone."""
+        """The key that pays for a key's calls, with its budget; ``None`` if it no longer exists."""
         return self._by_id.get(key.account)
 
 
@@ -338,7 +339,7 @@ def _bucket(per_minute: int | None, now: float) -> _Bucket | None:
 
 
 def _same(one: Key, other: Key) -> bool:
-    """True if they are one key, though a file may have some fields less exactly."""
+    """True if they are the same key, even if a file stores some fields less precisely."""
     return (one.key_id, one.digest, one.session_id) == (other.key_id, other.digest, other.session_id)
 
 
@@ -349,9 +350,9 @@ class Principal:
     key: Key
     conversation: Conversation
     traffic: TrafficClass = TrafficClass.PRODUCTION
-    """The urgency of its calls."""
+    """The priority class of its calls."""
     once: bool = False
-    """True if the conversation is for this call alone and is closed with it."""
+    """True if the conversation exists only for this call and is closed with it."""
 
 
 @final
@@ -363,7 +364,9 @@ class Authenticator:
         self.sessions = sessions
 
     def key(self, headers: Mapping[str, str], action: Permission, now: float) -> Key:
-        """The key of a request, which may do ``action``. Raises :class:`ApiError`: 401 for none, 403 if it may not."""
+        """The key of a request, which may do ``action``. Raises :class:`ApiError`: 401 without a key, 403 without
+        permission.
+        """
         key = self.keyring.authenticate(api_key_of(headers), now)
         if key is None:
             raise ApiError(401, "invalid_api_key", "no such key: send one as `Authorization: Bearer` or `x-api-key`")
@@ -372,13 +375,13 @@ class Authenticator:
         return key
 
     def charge_request(self, key: Key, now: float, requests: int = 1) -> None:
-        """Count requests on the account of ``key``. Raises :class:`ApiError`: 429 where its budget is used up."""
+        """Charge requests to the account of ``key``. Raises :class:`ApiError`: 429 if its budget is used up."""
         wait_s = self.keyring.charge_request(key, now, requests)
         if wait_s > 0:
             raise ApiError(429, OVER_BUDGET, "the budget of this key is used up for now", retry_after_s=wait_s)
 
     def principal(self, headers: Mapping[str, str], path_session: str | None, now: float) -> Principal:
-        """The principal of a request that samples; ``path_session`` stands behind ``/s/`` in its path.
+        """The principal of a request that samples; ``path_session`` is the segment after ``/s/`` in its path.
 
         Raises :class:`ApiError`: 401, 403, 404, 429.
         """
@@ -399,12 +402,12 @@ class Authenticator:
         return Principal(key=key, conversation=self._of_owner(key, name, now))
 
     def expire(self, now: float) -> None:
-        """Let idle sessions go, and their keys with them; to be called now and then."""
+        """Drop idle sessions and their keys; to be called regularly."""
         for session_id in self.sessions.expire(now):
             self.keyring.end_session(session_id)
 
     def session_of(self, key: Key, name: str) -> str | None:
-        """The id of an open session that ``key`` may close, by its id or by its owner's name for it; else ``None``."""
+        """The id of an open session that ``key`` may close, by its id or its owner's name for it; else ``None``."""
         for session_id in (name, named_id(key.key_id, name)):
             owner = self.sessions.owner(session_id)
             if owner is not None and may_close(key, owner):
@@ -418,7 +421,7 @@ class Authenticator:
         return Principal(key=key, conversation=conversation, traffic=self.sessions.traffic(conversation.session_id))
 
     def _of_owner(self, key: Key, name: str, now: float) -> Conversation:
-        """A session that ``key`` opened, by its id, or the one that it calls ``name``; never another key's."""
+        """A session that ``key`` opened, by id or by the name that ``key`` gave it; never another key's."""
         owner = self.sessions.owner(name)
         if owner is not None and may_enter(key, name, owner):
             conversation = self.sessions.find(name, now)

@@ -1,13 +1,13 @@
-"""Stored keys: a JSON file with digests, never with secrets.
+"""Stored keys: a JSON file with digests instead of secrets.
 
     {"version": 1, "keys": [{"key_id", "digest", "scope", "label", "created", "expires",
                              "requests_per_minute", "tokens_per_minute"}]}
 
-A feedback key has ``"opener"``, the id of its product's key, too; a product's key ``"consent": true`` where its users
-have consented unless a call says otherwise.
+A feedback key also has ``"opener"``, the id of its production key; a production key has ``"consent": true`` if its
+users consent unless a call says otherwise.
 
-Owns the file's form, its replacement as a whole, and noticing that it was replaced. Keys of rollouts live as long as
-their sessions, in memory, and are never written. The rights of a key are :mod:`etude.gateway.http.auth`'s.
+Owns the file format, its atomic replacement, and the detection of changes. Keys of rollouts live in memory as long as
+their sessions, and are never written. The rights of a key are in :mod:`etude.gateway.http.auth`.
 """
 
 import fcntl
@@ -28,15 +28,15 @@ from etude.gateway.http.auth import MAX_KEYS, Key, KeyLimits, Keyring, Scope
 from etude.types import Json
 
 FORM = 1
-"""Version of the file; another one was written by another version of étude."""
+"""Version of the file format; any other number comes from another version of étude."""
 OWNER_ONLY = 0o600
-"""File mode. Digests open nothing, but the list of keys is private."""
+"""File mode. Digests grant no access, but the list of keys is private."""
 UNREADABLE = (-1,)
-"""The identity of a file that is not there."""
+"""The identity of a missing file."""
 
 
 class _FiledKey(BaseModel):
-    """One key as it is filed: all fields are there, and no others."""
+    """One stored key: all fields are required, and no others are allowed."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     key_id: str
@@ -60,9 +60,9 @@ class _Filed(BaseModel):
 
 
 class KeyFile:
-    """One file of keys. Methods block for the time of reading or writing it.
+    """One file of keys. Methods block while they read or write it.
 
-    ``now`` is the reading of the ring's clock at this moment: files hold dates, rings seconds of a clock.
+    ``now`` is the current time on the ring's clock: files hold dates, rings hold seconds of a clock.
     """
 
     def __init__(self, path: Path, now: float) -> None:
@@ -71,7 +71,7 @@ class KeyFile:
         self._seen: tuple[int, ...] | None = None
 
     def load(self) -> tuple[Key, ...]:
-        """The keys of the file. Raises ``ConfigError`` if it cannot be read, ``DamagedError`` if it is none of ours."""
+        """The keys of the file. Raises ``ConfigError`` if it is unreadable, ``DamagedError`` for an invalid format."""
         try:
             with self.path.open("rb") as file:
                 self._seen = _identity(os.fstat(file.fileno()))
@@ -87,9 +87,9 @@ class KeyFile:
             raise DamagedError(f"{self.path} is not a file of keys: {error}; restore it from a copy") from error
 
     def refresh(self, ring: Keyring, now: float) -> bool:
-        """Take the file's keys into ``ring`` if it changed since it was last read; says whether it did.
+        """Load the file's keys into ``ring`` if the file changed since it was last read; return whether it did.
 
-        Raises like :meth:`load`, once for each change; the ring then keeps what it has.
+        Raises like :meth:`load`, once per change; the ring then stays as it is.
         """
         try:
             identity = _identity(self.path.stat())
@@ -105,7 +105,7 @@ class KeyFile:
         return True
 
     def add(self, key: Key) -> None:
-        """Write a key into the file, which is made if there is none.
+        """Add a key to the file, which is created if necessary.
 
         Raises ``ValueError`` if its id or secret is taken or there are too many keys, ``ConfigError`` while another
         process changes the file.
@@ -125,9 +125,9 @@ class KeyFile:
         self._change(added)
 
     def revoke(self, key_id: str) -> None:
-        """Take a key out of the file, by its id or a beginning that no other has.
+        """Remove a key from the file, by its id or a unique prefix of it.
 
-        Raises ``ValueError`` if it is not in there, ``ConfigError`` like :meth:`add`.
+        Raises ``ValueError`` if there is no such key, ``ConfigError`` like :meth:`add`.
         """
 
         def without(keys: Sequence[Key]) -> list[Key]:
@@ -143,7 +143,7 @@ class KeyFile:
         self._change(without)
 
     def _change(self, change: Callable[[Sequence[Key]], Sequence[Key]]) -> None:
-        """Read, change and replace the file while no other process does."""
+        """Read, change and replace the file under its lock."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.path.with_name(f".{self.path.name}.lock")):
             self._write(change(self.load() if self.path.exists() else ()))
@@ -158,7 +158,7 @@ class KeyFile:
             with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY), "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())  # a revoked key must not come back with the power
+                os.fsync(file.fileno())  # a revoked key must not return after a power failure
             partial.replace(self.path)
         except BaseException:
             with suppress(OSError):
@@ -203,13 +203,13 @@ class KeyFile:
 
 
 def _identity(stat: os.stat_result) -> tuple[int, ...]:
-    """Differs for any two files that were put in one place, within what a file system can tell."""
+    """The identity of a file; it differs for any two files at one path, as far as the file system can tell."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that dies with its process."""
+    """Hold a lock that is released when its process ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ONLY)
     try:
         try:

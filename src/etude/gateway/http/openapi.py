@@ -1,8 +1,8 @@
 """The OpenAPI 3.1 document of the gateway: its requests, responses and errors.
 
-Owns the paths, and the schemas of requests that run a gateway. The schema of a model call lies beside the parser of its
-API protocol. The parsers are what counts; this is for authors of clients, and for tests that send what a schema allows
-and what it does not.
+Owns the paths, and the schemas of admin requests. The schema of a model call is next to the parser of its API protocol.
+The parsers are authoritative; this document is for authors of clients, and for tests that send valid and invalid
+requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ STATUS_DESCRIPTIONS: Mapping[int, str] = MappingProxyType(
 READING = (400, 401, 403, 404, 429, 500, 503)
 """Errors of a request without a body."""
 WRITING = (*READING, 408, 409, 413)
-"""Errors of a request with one."""
+"""Errors of a request with a body."""
 CALLING = (*WRITING, 504, 529)
 """Errors of a model call."""
 
@@ -54,7 +54,7 @@ ANTHROPIC: Json = {"$ref": "#/components/schemas/AnthropicError"}
 OPENAI_ERROR = object_schema(
     "error", error=object_schema("message type code", message=TEXT, type=TEXT, param=nullable(TEXT), code=TEXT)
 )
-"""An error of OpenAI's APIs, and of the admins' requests."""
+"""An error of OpenAI's APIs, and of admin requests."""
 ANTHROPIC_ERROR = object_schema(
     "type error",
     type=enum_schema("error"),
@@ -66,17 +66,17 @@ ANTHROPIC_ERROR = object_schema(
 COUNT: Json = {"type": "integer", "minimum": 0}
 LABEL: Json = {"type": "string", "maxLength": MAX_TEXT}
 NAME: Json = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT, "pattern": "^[A-Za-z0-9][A-Za-z0-9_.-]*$"}
-"""A name that stands in a path without being escaped."""
+"""A name that needs no escaping in a path."""
 URL: Json = {"type": "string", "maxLength": MAX_TEXT, "pattern": "^https?://[A-Za-z0-9_.:/-]+$"}
 BUDGET = nullable(integer_schema(1, MAX_BUDGET))
 
 NEW_SESSION = object_schema(
     "session_id api_key base_url turns", session_id=TEXT, api_key=TEXT, base_url=TEXT, turns=COUNT
 )
-"""A session that was opened, the one key that opens it, and how many turns it begins with."""
+"""A new session, its only key, and its number of initial turns."""
 SESSION_REQUEST: Json = {"anyOf": [object_schema("", min_version=COUNT), object_schema("fork_of", fork_of=TEXT)]}
-"""A session whose calls wait for an engine with that weight version or a later one; or one that begins as another one,
-whose calls are to be made again and are answered as they were.
+"""A request for a session: one whose calls wait for an engine with that weight version or a later one, or a fork of
+another session, whose calls are repeated and answered from the record.
 """
 KEY = object_schema(
     "key_id scope",
@@ -92,7 +92,7 @@ KEY = object_schema(
     consent=enum_schema("train", "none"),
     api_key=TEXT,
 )
-"""A key; its secret is there once only, when it is made."""
+"""A key; its secret is present only once, when it is created."""
 KEY_REQUEST = object_schema(
     "scope",
     scope=enum_schema("production", "feedback", "admin"),
@@ -103,7 +103,7 @@ KEY_REQUEST = object_schema(
     requests_per_minute=BUDGET,
     tokens_per_minute=BUDGET,
 )
-"""A key to be made. Rollouts' keys are made with their sessions."""
+"""A request for a key. Keys of rollouts are made with their sessions."""
 ENGINE = object_schema(
     "name url region is_lent state reason inflight version digest running waiting",
     name=TEXT,
@@ -123,7 +123,7 @@ ENGINES = object_schema("engines", engines=array_schema(ENGINE))
 ENGINE_REQUEST = object_schema(
     "name url", name=NAME, url=URL, region=nullable(LABEL), is_lent=nullable({"type": "boolean"})
 )
-"""An engine to be added."""
+"""A request to add an engine."""
 EVENT = object_schema(
     "event_id kind",
     event_id={"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
@@ -136,13 +136,13 @@ EVENT = object_schema(
     user=LABEL,
     sent_at=nullable({"type": "number"}),
 )
-"""A signal about a session, or about the answer with the id ``completion``; :mod:`etude.feedback.signals` reads it."""
+"""A signal about a session, or about the answer with the id ``completion``; parsed by :mod:`etude.feedback.signals`."""
 REPORT: Json = {"anyOf": [EVENT, array_schema(EVENT)]}
 RESULTS = object_schema(
     "results",
     results=array_schema(object_schema("event_id result", event_id=TEXT, result=TEXT, why=TEXT)),
 )
-"""The outcome of each event of a report, in order."""
+"""The result for each event of a report, in order."""
 HEALTH = object_schema(
     "engine engines draining inflight sessions",
     engine=nullable(object_schema("version digest", version=COUNT, digest=TEXT)),
@@ -151,7 +151,7 @@ HEALTH = object_schema(
     inflight=COUNT,
     sessions=COUNT,
 )
-"""The oldest weights that a healthy engine serves, engines by state, calls in flight, open sessions."""
+"""The oldest weights of a healthy engine, engines by state, calls in progress, open sessions."""
 
 
 def document(*, takes_feedback: bool = False) -> dict[str, Json]:
@@ -182,7 +182,7 @@ def _call_paths() -> dict[str, dict[str, Json]]:
     chosen = _shape("id object created model choices usage")
     responded = _shape("id object created_at status model output usage")
     message = _shape("id type role content model stop_reason usage")
-    either_error = any_of(OPENAI, ANTHROPIC)  # by what the client says it is
+    either_error = any_of(OPENAI, ANTHROPIC)  # depends on the client
     tokens = _content(object_schema("input_tokens", input_tokens=COUNT))
     counted = _operation("The number of tokens of a prompt", tokens, (*WRITING, 529), ANTHROPIC)
     models = _operation("The models there are", _content(_shape("object data has_more")), READING, either_error)
@@ -202,7 +202,7 @@ def _call_paths() -> dict[str, dict[str, Json]]:
 
 
 def _below_session(paths: Mapping[str, Mapping[str, Json]]) -> dict[str, Json]:
-    """The same paths in a session: named by its id, or by its key, which then is the only one that is needed."""
+    """The same paths in a session: named by its id, or by its key, in which case no other key is needed."""
     below: dict[str, Json] = {}
     for path, item in paths.items():
         parameters = item.get("parameters", [])
@@ -242,7 +242,7 @@ def _control_paths() -> dict[str, Json]:
 
 
 def _feedback_paths() -> dict[str, Json]:
-    """Requests of products and of their users' clients, where live sessions are recorded."""
+    """Requests of products and their users' clients, if live sessions are recorded."""
     taken = _operation("Report signals: one event, or a list", _content(RESULTS), WRITING, status=202)
     status = _operation("What is kept of a live session", _content(_shape("session_id turns result signals")), READING)
     return {
@@ -290,7 +290,7 @@ def _body(schema: Json, *, required: bool = True) -> Json:
 
 
 def _shape(fields: str) -> Json:
-    """An object that has these fields, and maybe others: their content is their API's reference's."""
+    """An object with these fields and possibly others, which are described in their API's reference."""
     required: list[Json] = [*fields.split()]
     return {"type": "object", "required": required}
 

@@ -6,25 +6,24 @@
             ├─▶ WAITING ──due────▶ GRANTED       one became free, or EXPIRED: the call's deadline came first
             └─▶ REFUSED                          the queue is full, or the call gave way to one of a shorter queue
 
-Owns how many calls are at the engines and which wait for a permit. :class:`AdmissionController` is the pure core: no
+Owns the number of calls at the engines and the queue for permits. :class:`AdmissionController` is the pure core: no
 clock, ``now`` is an argument, in seconds. :class:`AdmissionQueue` is its async shell: consumes calls; produces permits;
-waits for a call to end, at most until the deadline; woken by the one that ends; on shutdown each waiter is cancelled
+waits for a call to end, at most until the deadline; woken by the call that ends; on shutdown each waiter is cancelled
 with its call.
 
-People come before rollouts: a production call that finds all permits taken by rollouts gets one beyond the limit, as
-the engines put rollouts back for it, and it never waits behind one. A small share of permits is reserved for rollouts,
-in addition, so that nothing starves for ever.
+Users come before rollouts. If rollouts hold all permits, a production call gets one beyond the limit and never waits
+behind a rollout; the engines preempt rollouts for it. A small extra share of permits is reserved for rollouts, so that
+they never starve.
 
-The number of permits is found as TCP finds out what a path carries (Jacobson 1988, "Congestion avoidance and control"):
-while all are in use and nothing queues at the engines, each answer adds one at first, and one per round of answers
-after the first congestion; when an engine says that it is busy, or a call runs into its deadline, the number falls by a
-factor, at most once in the time of one call.
+The number of permits is found as TCP finds the capacity of a path (Jacobson 1988, "Congestion avoidance and control").
+While all are in use and no call queues at the engines, each answer adds one permit at first, and each round of answers
+adds one after the first congestion. When an engine reports that it is busy, or a call reaches its deadline, the number
+falls by a factor, at most once in the duration of one call.
 
-Within a class, accounts have equal shares of permits and of the room to wait, as soon as several want them. That is
-max-min fairness (Bertsekas and Gallager, *Data Networks*, 1992, section 6.5.2): an account uses whatever is idle, and
-no more than its share as soon as others want theirs. The call that gives way in a full queue is that of the longest
-queue drop of B. Suter, T. Lakshman, D. Stiliadis and A. Choudhury (INFOCOM 1998): a full queue never keeps out an
-account whose own queue is shorter.
+Within a class, accounts that compete have equal shares of permits and of the queue. This is max-min fairness (Bertsekas
+and Gallager, *Data Networks*, 1992, section 6.5.2): an account may use idle capacity, but no more than its share while
+others need theirs. In a full queue the call to drop is chosen by longest queue drop (B. Suter, T. Lakshman, D.
+Stiliadis and A. Choudhury, INFOCOM 1998): a full queue never keeps out an account whose own queue is shorter.
 """
 
 import asyncio
@@ -48,31 +47,31 @@ class TrafficClass(StrEnum):
     """The priority class of a call."""
 
     PRODUCTION = "production"
-    """People who wait for an answer."""
+    """Users, who wait for an answer."""
     ROLLOUT = "rollout"
     """Training, which can wait."""
 
 
 PRIORITIES: Mapping[TrafficClass, int] = MappingProxyType({TrafficClass.PRODUCTION: -1, TrafficClass.ROLLOUT: 0})
-"""Traffic class → priority at the engines, in order of service: the lower is served first there, too. Rollouts have the
-default, so that an engine without priorities serves a run as well.
+"""Traffic class → priority at the engines, in order of service: a lower number is served first, also by the engines.
+Rollouts have the engines' default, so an engine without priorities works as well.
 """
 SHADOW_PRIORITY = 1
-"""Priority at the engines of what nobody waits for."""
+"""Priority of shadow calls, whose answers no caller waits for."""
 DECREASE = 0.7
-"""Factor of the limit after congestion: that of CUBIC (RFC 9438, section 4.6); half is for paths whose queues cannot be
-seen.
+"""Factor of the limit after congestion, as in CUBIC (RFC 9438, section 4.6); a factor of one half is for paths whose
+queues are invisible.
 """
 QUEUE_SHARE = 0.1
-"""Calls that may queue at the engines, of those in flight, while the limit still grows."""
+"""Share of calls in flight that may queue at the engines while the limit still grows."""
 SMOOTHING = 0.125
-"""Weight of a new sample in the mean time of a call and in the mean gap between two that leave (Jacobson's gain)."""
+"""Weight of a new sample in the mean call time and in the mean gap between two completions (Jacobson's gain)."""
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
-"""Bounds of the advice for a next try."""
+"""Bounds of the suggested time before a retry."""
 
 
 class TicketState(StrEnum):
-    """The state of a call on its way to an engine."""
+    """The state of a call that needs a permit."""
 
     NEW = "new"
     GRANTED = "granted"
@@ -80,11 +79,11 @@ class TicketState(StrEnum):
     WAITING = "waiting"
     """It is in the queue."""
     REFUSED = "refused"
-    """The queue was full, or is, and the account had more than its share of it."""
+    """The queue was full, or the call was dropped from a full queue because its account had more than its share."""
     EXPIRED = "expired"
-    """Its deadline came before a permit."""
+    """Its deadline passed before it got a permit."""
     RELEASED = "released"
-    """It is over, or it gave up waiting."""
+    """It has ended, or it stopped waiting."""
 
 
 TICKET_MOVES: Mapping[TicketState, frozenset[TicketState]] = MappingProxyType(
@@ -99,7 +98,7 @@ TICKET_MOVES: Mapping[TicketState, frozenset[TicketState]] = MappingProxyType(
         TicketState.RELEASED: frozenset(),
     }
 )
-"""State of a ticket → the states that may follow."""
+"""State of a ticket → possible next states."""
 
 
 class AdmissionOutcome(StrEnum):
@@ -107,11 +106,11 @@ class AdmissionOutcome(StrEnum):
 
     ANSWERED = "answered"
     OVERLOADED = "overloaded"
-    """Engines were busy, or the deadline passed: there are too many calls."""
+    """Engines were busy, or the deadline passed: too many calls."""
     FAILED = "failed"
-    """For a reason that says nothing of the load."""
+    """Failed for a reason unrelated to load."""
     ABANDONED = "abandoned"
-    """Its caller went away."""
+    """Its caller disconnected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +122,13 @@ class AdmissionLimits:
     rollouts: int = 512
     """Permits that rollouts may hold."""
     waiting: int = 1024
-    """Calls of each class that may wait for a permit."""
+    """Calls of each class that may queue for a permit."""
     start: int = 64
-    """Permits before anything is known of the engines."""
+    """Initial permits, before the engines' capacity is known."""
     floor: int = 4
-    """Permits there are at least, however congested."""
+    """Smallest number of permits, under any congestion."""
     rollout_share: float = 0.05
-    """Permits kept for rollouts, of the limit and beyond it; at least one."""
+    """Permits reserved for rollouts, as a share of the limit and in addition to it; at least one."""
 
     def __post_init__(self) -> None:
         if min(self.production, self.rollouts, self.floor) < 1 or self.waiting < 0:
@@ -141,7 +140,7 @@ class AdmissionLimits:
 
     @property
     def ceiling(self) -> int:
-        """Permits there are at most: as many as may ever be in use."""
+        """Largest number of permits that may ever be in use."""
         return self.production + self.rollouts
 
     def of(self, traffic: TrafficClass) -> int:
@@ -155,16 +154,16 @@ class Ticket:
 
     traffic: TrafficClass
     deadline: float
-    """Time from which a permit is of no more use."""
+    """Time after which a permit is useless."""
     account: str = ""
     """The account whose share of the permits it takes."""
     state: TicketState = TicketState.NEW
     granted_at: float = 0.0
     retry_after_s: float | None = None
-    """Time after which to try again, if it was refused or has expired."""
+    """Time before a retry, if the call was refused or has expired."""
 
     def move(self, state: TicketState) -> None:
-        """Go to another state; only moves in ``TICKET_MOVES`` exist."""
+        """Move to another state; only moves in ``TICKET_MOVES`` are allowed."""
         assert state in TICKET_MOVES[self.state], f"a ticket went from {self.state} to {state}"
         self.state = state
 
@@ -173,10 +172,10 @@ DEFAULT_ADMISSION = AdmissionLimits()
 
 
 class AdmissionController:
-    """Admits calls to the engines: gives permits by traffic class, account and concurrency.
+    """Admits calls to the engines: grants permits by traffic class, account and concurrency.
 
-    After every :meth:`release`, and when the deadline of a ticket that waits has come, ask :meth:`due` which may go or
-    have waited too long.
+    After every :meth:`release`, and when the deadline of a waiting ticket has passed, call :meth:`due` for the tickets
+    that are granted or expired.
     """
 
     def __init__(self, limits: AdmissionLimits = DEFAULT_ADMISSION) -> None:
@@ -184,15 +183,15 @@ class AdmissionController:
         self._limit = ConcurrencyLimit(limits)
         self._permits: dict[TrafficClass, Counter[str]] = {one: Counter() for one in TrafficClass}  # by account
         self._queues: dict[TrafficClass, FairQueue] = {one: FairQueue() for one in TrafficClass}
-        self._deadlines: list[tuple[float, int, Ticket]] = []  # a heap; it may hold tickets that wait no more
+        self._deadlines: list[tuple[float, int, Ticket]] = []  # a heap; may contain tickets that no longer wait
         self._arrivals = count()
         self._ended: list[Ticket] = []
-        """Tickets that expired or gave way since :meth:`due` was asked."""
+        """Tickets that expired or were dropped since the last :meth:`due`."""
         self._releases = ReleaseRate()
 
     @property
     def limit(self) -> int:
-        """Permits that there are now, beyond which only reserved ones are given."""
+        """Current number of permits; beyond it, only reserved ones are granted."""
         return self._limit.permits
 
     def inflight(self, traffic: TrafficClass) -> int:
@@ -204,9 +203,9 @@ class AdmissionController:
         return len(self._queues[traffic])
 
     def acquire(self, traffic: TrafficClass, now: float, deadline: float, account: str = "") -> Ticket:
-        """Ask for a permit: the ticket is granted, waits until ``deadline``, or is refused with ``retry_after_s``.
+        """Request a permit: the ticket is granted, waits until ``deadline``, or is refused with ``retry_after_s``.
 
-        One that waits may have had another one refused: ask :meth:`due`.
+        A waiting ticket may cause another to be refused: call :meth:`due`.
         """
         self._expire(now)
         ticket, queue = Ticket(traffic=traffic, deadline=deadline, account=account), self._queues[traffic]
@@ -221,7 +220,7 @@ class AdmissionController:
         return ticket
 
     def release(self, ticket: Ticket, outcome: AdmissionOutcome, now: float) -> None:
-        """A call is over, or gives up waiting; a ticket that was refused or has expired needs no release."""
+        """Record that a call has ended or stopped waiting; refused or expired tickets need no release."""
         if ticket.state is TicketState.WAITING:
             self._queues[ticket.traffic].remove(ticket)
         elif ticket.state is TicketState.GRANTED:
@@ -229,7 +228,7 @@ class AdmissionController:
             permits = self._permits[ticket.traffic]
             permits[ticket.account] -= 1
             if not permits[ticket.account]:
-                del permits[ticket.account]  # or accounts would become ever more
+                del permits[ticket.account]  # or the number of accounts would grow without limit
             self._releases.released(now, busy)
             if outcome is AdmissionOutcome.ANSWERED:
                 self._limit.answered(now - ticket.granted_at, busy)
@@ -240,7 +239,7 @@ class AdmissionController:
         ticket.move(TicketState.RELEASED)
 
     def due(self, now: float) -> list[Ticket]:
-        """Tickets that do not wait any more: granted in order of class, share and arrival, expired or refused."""
+        """Tickets that no longer wait: granted in order of class, share and arrival, expired or refused."""
         self._expire(now)
         changed, self._ended = self._ended, []
         for traffic in PRIORITIES:
@@ -252,11 +251,11 @@ class AdmissionController:
         return changed
 
     def congested(self, now: float) -> None:
-        """An engine turned a call away because it has enough to do."""
+        """Record that an engine rejected a call because it is busy."""
         self._limit.congested(now)
 
     def queueing(self, calls: int) -> None:
-        """So many calls wait inside the engines."""
+        """Record the number of calls that wait inside the engines."""
         self._limit.queueing = calls
 
     def _busy(self) -> int:
@@ -267,7 +266,7 @@ class AdmissionController:
         if used >= self._limits.of(traffic):
             return False
         if traffic is TrafficClass.PRODUCTION:
-            return used < limit  # the permits of rollouts do not count: the engines put them back
+            return used < limit  # permits of rollouts do not count: the engines preempt them
         return self._busy() < limit or used < ceil(limit * self._limits.rollout_share)
 
     def _grant(self, ticket: Ticket, now: float) -> None:
@@ -280,7 +279,7 @@ class AdmissionController:
         ticket.retry_after_s = self._releases.wait_s(len(self._queues[ticket.traffic]) + 1)
 
     def _displace(self, queue: "FairQueue", account: str) -> bool:
-        """Make room in a full queue for a call of ``account``, if that has less than its share."""
+        """Make room in a full queue for a call of ``account``, if that account has less than its share."""
         ticket = queue.displaced_by(account)
         if ticket is None:
             return False
@@ -301,7 +300,9 @@ class AdmissionController:
             self._forget_settled()
 
     def _forget_settled(self) -> None:
-        """Let the earliest deadline be that of a call that still waits, and bound the heap by twice the queues."""
+        """Drop settled tickets, so that the earliest deadline is of a waiting call and the heap is at most twice the
+        queues.
+        """
         while self._deadlines and self._deadlines[0][2].state is not TicketState.WAITING:
             heapq.heappop(self._deadlines)
         if len(self._deadlines) > 2 * sum(map(len, self._queues.values())) + 64:
@@ -314,28 +315,28 @@ class ConcurrencyLimit:
 
     def __init__(self, limits: AdmissionLimits) -> None:
         self.queueing = 0
-        """Calls that wait inside the engines, by their last report."""
+        """Calls that wait inside the engines, according to their last report."""
         self._limits = limits
         self._number = float(min(limits.start, limits.ceiling))
-        self._threshold = float(limits.ceiling)  # below it one answer adds one permit; congestion sets it
+        self._threshold = float(limits.ceiling)  # below it each answer adds one permit; set by congestion
         self._call_s: float | None = None
         self._fell_at: float | None = None
 
     @property
     def permits(self) -> int:
-        """Permits that there are."""
+        """Current number of permits."""
         return int(self._number)
 
     def answered(self, call_s: float, busy: int) -> None:
-        """A call was answered after ``call_s``; ``busy`` permits were in use, its own among them."""
+        """Record an answer after ``call_s``, with ``busy`` permits in use, its own included."""
         self._call_s = call_s if self._call_s is None else self._call_s + SMOOTHING * (call_s - self._call_s)
         if busy < self.permits or self.queueing > QUEUE_SHARE * busy:
-            return  # more permits would be of no use
+            return  # more permits would be useless
         step = 1.0 if self._number < self._threshold else 1.0 / self._number
         self._number = min(self._number + step, float(self._limits.ceiling))
 
     def congested(self, now: float) -> None:
-        """There were too many; what follows within the time of a call is of the same congestion."""
+        """Lower the limit; later signals within the duration of a call belong to the same congestion."""
         if self._fell_at is not None and now - self._fell_at < (self._call_s or 0.0):
             return
         self._fell_at = now
@@ -351,34 +352,34 @@ class ReleaseRate:
         self._released_at: float | None = None
 
     def released(self, now: float, busy: int) -> None:
-        """One of ``busy`` calls ended; the time after the last one says nothing of the rate."""
+        """Record that one of ``busy`` calls ended; the gap after the last call says nothing about the rate."""
         if self._released_at is not None:
             self._gap_s += SMOOTHING * (now - self._released_at - self._gap_s)
         self._released_at = now if busy > 1 else None
 
     def wait_s(self, calls: int) -> float:
-        """Seconds until ``calls`` have ended, within bounds."""
+        """Seconds until ``calls`` calls have ended, within bounds."""
         return min(max(calls * self._gap_s, RETRY_MIN_S), RETRY_MAX_S)
 
 
 @final
 class FairQueue:
-    """Waiting tickets, fair between accounts; first come, first served within one."""
+    """Waiting tickets, fair between accounts; first come, first served within each account."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, OrderedDict[Ticket, None]] = {}  # none is empty; the account served longest ago first
+        self._queues: dict[str, OrderedDict[Ticket, None]] = {}  # none is empty; least recently served account first
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, ticket: Ticket) -> None:
-        """Let a ticket wait behind those of its account."""
+        """Queue a ticket behind the others of its account."""
         self._queues.setdefault(ticket.account, OrderedDict())[ticket] = None
         self._size += 1
 
     def remove(self, ticket: Ticket) -> None:
-        """Let go of a ticket that waits."""
+        """Remove a waiting ticket."""
         queue = self._queues[ticket.account]
         del queue[ticket]
         if not queue:
@@ -386,17 +387,17 @@ class FairQueue:
         self._size -= 1
 
     def pop(self, in_progress: Mapping[str, int]) -> Ticket:
-        """The next ticket: of the account with the fewest calls ``in_progress``; of several, of those in turn."""
+        """The next ticket, from the account with the fewest calls ``in_progress``; ties are served in turn."""
         account = min(self._queues, key=lambda one: in_progress.get(one, 0))
         queue = self._queues.pop(account)
         ticket, _ = queue.popitem(last=False)
         if queue:
-            self._queues[account] = queue  # behind the others
+            self._queues[account] = queue  # at the end of the order
         self._size -= 1
         return ticket
 
     def displaced_by(self, account: str) -> Ticket | None:
-        """The ticket that gives way to one of ``account``; ``None`` where no queue is longer by two."""
+        """The ticket to drop for one of ``account``; ``None`` if no queue is longer by two."""
         longest = max(self._queues, key=lambda one: len(self._queues[one]), default=account)
         if len(self._queues.get(longest, ())) < len(self._queues.get(account, ())) + 2:
             return None
@@ -405,7 +406,7 @@ class FairQueue:
 
 @final
 class AdmissionQueue:
-    """Lets callers await the permits of ``controller``."""
+    """Lets callers await permits from ``controller``."""
 
     def __init__(self, controller: AdmissionController, clock: Clock) -> None:
         self.controller = controller
@@ -425,11 +426,11 @@ class AdmissionQueue:
         self._release(ticket, AdmissionOutcome.ANSWERED)
 
     async def _acquire(self, traffic: TrafficClass, deadline: float, account: str) -> Ticket:
-        """Wait for a permit; the ticket is granted."""
+        """Wait for a permit; return the granted ticket."""
         now = self._clock.now()
         ticket = self.controller.acquire(traffic, now, deadline, account)
         if ticket.state is TicketState.WAITING:
-            self._wake(now)  # the one that gave way to it
+            self._wake(now)  # the ticket that was dropped for it
             await self._wait(ticket)
         if ticket.state is not TicketState.GRANTED:
             message = f"too many {traffic} calls are in progress and in the queue: try again later"
@@ -437,13 +438,13 @@ class AdmissionQueue:
         return ticket
 
     def _release(self, ticket: Ticket, outcome: AdmissionOutcome) -> None:
-        """Give a permit back, to a call that waits for it."""
+        """Return a permit and pass it to a waiting call."""
         now = self._clock.now()
         self.controller.release(ticket, outcome, now)
         self._wake(now)
 
     def _outcome(self, ticket: Ticket, error: BaseException) -> AdmissionOutcome:
-        """The meaning of an error for the load; a call that its deadline ended was cancelled, as if abandoned."""
+        """The meaning of an error for the load; a call that its deadline ended is cancelled, as if abandoned."""
         if isinstance(error, EngineBusy | TimeoutError) or self._clock.now() >= ticket.deadline:
             return AdmissionOutcome.OVERLOADED
         return AdmissionOutcome.FAILED if isinstance(error, Exception) else AdmissionOutcome.ABANDONED
@@ -454,7 +455,7 @@ class AdmissionQueue:
             await asyncio.wait({woken}, timeout=ticket.deadline - self._clock.now())
             if not woken.done():
                 self._wake(self._clock.now())
-            if ticket.state is TicketState.WAITING:  # the timer was early by a tick
+            if ticket.state is TicketState.WAITING:  # the timer fired slightly early
                 self._release(ticket, AdmissionOutcome.ABANDONED)
         except asyncio.CancelledError:
             self._release(ticket, AdmissionOutcome.ABANDONED)
@@ -471,12 +472,12 @@ class AdmissionQueue:
 
 @final
 class InflightCalls:
-    """The model calls of one gateway that are in progress, and its drain: first no new ones, then none."""
+    """The model calls of one gateway that are in progress, and the gateway's drain."""
 
     def __init__(self) -> None:
         self.count = 0
         self.draining = False
-        """True once new calls are turned away."""
+        """True once new calls are rejected."""
         self._idle = asyncio.Event()
 
     def check_open(self) -> None:
@@ -486,7 +487,7 @@ class InflightCalls:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One call, from its first check to its last byte."""
+        """Track one call, from its first check to its last byte."""
         self.count += 1
         try:
             yield
@@ -496,7 +497,7 @@ class InflightCalls:
                 self._idle.set()
 
     async def drain(self, seconds: float) -> None:
-        """Turn new calls away and wait until none is left, at most ``seconds``."""
+        """Reject new calls and wait until none is in progress, at most ``seconds``."""
         self.draining = True
         if not self.count:
             return

@@ -1,14 +1,14 @@
-"""The arms that users' calls may go to: the routing table as a gateway follows it.
+"""The arms that users' calls may go to: the gateway's view of the routing table.
 
     table ──follow──▶ ReleasedArms ──of_call(session, user)──▶ CallArm ──digests──▶ Router.choose, and no other engine
 
-Without this object a gateway gives production calls to any engine. With it, a call goes to engines that report exactly
-the digest of its user's arm, else to those of the live arm, else nowhere: it waits as while there is no engine. What an
-engine samples is looked at, too: tokens of a version that is of neither are never handed out, since weights may be
-swapped between a report and a call.
+Without this object a gateway sends production calls to any engine. With it, a call goes to engines that report exactly
+the digest of its user's arm, else to those of the live arm; otherwise it waits, as if there were no engine. Sampled
+tokens are checked too: tokens from a version of neither arm are never sent to the user, since weights may be swapped
+between a report and a call.
 
-A session keeps the weights that its first call got for as long as the table has them as live or canary: no conversation
-changes models because a share grew. Pure.
+A session keeps the weights of its first call as long as they are live or canary in the table: no conversation changes
+models because a share grew. Pure.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from etude.errors import EngineUnavailable
 from etude.routing_table import Assignment, RoutingTable
 
 SESSIONS = 65_536
-"""Sessions whose arm is remembered; the longest unused is forgotten first, and assigned again."""
+"""Sessions whose arm is remembered; the least recently used is forgotten first, and assigned again."""
 
 
 @final
@@ -28,18 +28,18 @@ class ReleasedArms:
 
     def __init__(self) -> None:
         self.table: RoutingTable | None = None
-        """``None`` while nothing was ever released: then no production call is answered."""
+        """``None`` before the first release: until then no production call is answered."""
         self._sessions: OrderedDict[str, Assignment] = OrderedDict()
 
     def follow(self, table: RoutingTable) -> bool:
-        """Take a table; false, and nothing changes, for one that is no newer."""
+        """Use a table; return false and ignore it unless it is newer."""
         if self.table is not None and table.generation <= self.table.generation:
             return False
         self.table = table
         return True
 
     def of_call(self, session: str, user: str) -> "CallArm":
-        """The arm of a session's next call; ``user`` is who asks, or the session where nobody says.
+        """The arm of a session's next call; ``user`` is the calling user, or the session if the user is unknown.
 
         Raises :class:`~etude.errors.EngineUnavailable` before the first release.
         """
@@ -55,47 +55,47 @@ class ReleasedArms:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """The digests that users may meet now, the live one first."""
+        """The digests that users may get now, the live one first."""
         return () if self.table is None else tuple(arm.digest for arm in self.table.arms)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallArm:
-    """The arm of one call, while the table may change under it."""
+    """The arm of one call; the table may change during the call."""
 
     arms: ReleasedArms
     assignment: Assignment
     first_digests: tuple[str, ...]
-    """Digests that users could meet when it began: what they sampled meanwhile is not taken back."""
+    """Digests that users could get when the call began: their tokens are not taken back."""
 
     @property
     def label(self) -> str:
-        """The label by which its session is counted."""
+        """The label under which its session is counted."""
         return self.assignment.label
 
     def digests(self) -> tuple[str, ...]:
-        """Digests of engines that it may go to now, the best one first."""
+        """Digests of engines that may take it now, the best one first."""
         live, *others = self.arms.digests
         own = self.assignment.arm.digest
         return (own, live) if own in others else (live,)
 
     def allows(self, digest: str) -> bool:
-        """True if tokens of these weights may be handed out."""
+        """True if tokens from these weights may be sent to the user."""
         return digest in self.first_digests or digest in self.arms.digests
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowArm:
-    """The arm of a call that nobody sees."""
+    """The arm of a shadow call, whose answer no user sees."""
 
     digest: str
 
     def digests(self) -> tuple[str, ...]:
-        """The one digest that is tried."""
+        """The one digest under test."""
         return (self.digest,)
 
     def allows(self, digest: str) -> bool:
-        """True for that one."""
+        """True for the digest under test only."""
         return digest == self.digest

@@ -1,10 +1,10 @@
-"""Engines by what a choice tells apart, and by load: so that no choice walks all of them. Pure.
+"""Index of engines by routing properties and load, so that a choice does not scan all engines. Pure.
 
     (healthy, region, version, digest) ──▶ load ──▶ names of engines          a few kinds, a few dozen loads
 
-A pool of thousands has a handful of kinds: its regions, times the weight versions that are in use. A tier is one or
-some of these kinds, without engines that are to be avoided, up to a load; it is never written out, but counts, finds
-and lists its engines. Which kinds are good for a call is :mod:`etude.gateway.routing.router`'s.
+A pool of thousands has only a handful of kinds: its regions times the weight versions in use. A tier is one or several
+kinds, minus the engines to avoid, up to a load; it is never materialised, but counts, finds and lists its engines.
+:mod:`etude.gateway.routing.router` decides which kinds suit a call.
 """
 
 import math
@@ -15,13 +15,13 @@ from typing import NamedTuple, cast, final
 
 
 class EngineKind(NamedTuple):
-    """Properties that some engines share, and that a choice looks at."""
+    """Properties that several engines share and that routing depends on."""
 
     is_healthy: bool
-    """Otherwise they are suspect."""
+    """False for a suspect engine."""
     region: str
     version: int | None
-    """Weight version of the last report; ``None`` before the first."""
+    """Weight version in the last report; ``None`` before the first."""
     digest: str | None
     """Digest of those weights."""
 
@@ -32,9 +32,9 @@ class _IndexedEngine:
     group: "_EnginesByLoad"
     """The engines of its kind."""
     load: int
-    """Calls that it has, as far as is known."""
+    """Its calls in progress, as far as the router knows."""
     waiting: int
-    """Calls of these that are in its own queue."""
+    """Those of its calls that wait in its own queue."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,17 +71,15 @@ class EngineIndex:
         self._entries: dict[str, _IndexedEngine] = {}
         self._kinds: dict[EngineKind, _EnginesByLoad] = {}
         self.waiting = 0
-        """Calls in the queues of all."""
+        """Calls in the queues of all engines."""
 
     @property
     def kinds(self) -> Collection[EngineKind]:
-        """The kinds of which there is an engine."""
+        """The kinds with at least one engine."""
         return self._kinds.keys()
 
     def put(self, name: str, kind: EngineKind, load: int, waiting: int) -> None:
-        """Add an engine that has ``load`` calls, of which ``waiting`` are in its queue; or move it to where it belongs
-        now.
-        """
+        """Add an engine that has ``load`` calls, ``waiting`` of them in its queue, or update an existing one."""
         self.discard(name)
         group = self._kinds.setdefault(kind, _EnginesByLoad())
         self._entries[name] = _IndexedEngine(kind, group, load, waiting)
@@ -89,7 +87,7 @@ class EngineIndex:
         self.waiting += waiting
 
     def add_load(self, name: str, calls: int) -> None:
-        """Add a number of calls, maybe negative, to an engine's load, if the engine is there."""
+        """Change an engine's load by a number of calls, if the engine is present."""
         entry = self._entries.get(name)
         if entry is not None:
             entry.group.remove(name, entry.load)
@@ -97,7 +95,7 @@ class EngineIndex:
             entry.group.add(name, entry.load)
 
     def discard(self, name: str) -> None:
-        """Take an engine out, if it is there."""
+        """Remove an engine, if it is present."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return
@@ -107,13 +105,13 @@ class EngineIndex:
         self.waiting -= entry.waiting
 
     def tier(self, kinds: Sequence[EngineKind], avoid: Collection[str]) -> "Tier":
-        """The engines of some kinds but for ``avoid``."""
+        """The engines of some kinds, without ``avoid``."""
         return Tier(self._entries, [self._kinds[kind] for kind in kinds], avoid, math.inf)
 
 
 @final
 class Tier(Collection[str]):
-    """Engines that are equally good for a call but for their load; it holds until the index changes."""
+    """Engines that suit a call equally well apart from their load; valid until the index changes."""
 
     __slots__ = ("_avoid", "_entries", "_groups", "_most")
 
@@ -124,18 +122,18 @@ class Tier(Collection[str]):
         avoid: Collection[str],
         most: float,
     ) -> None:
-        """``most`` is the highest load of an engine; made by an index."""
+        """Made by an index; ``most`` is the highest load of an engine."""
         self._entries = entries
         self._groups = groups
         self._avoid = avoid
         self._most = most
 
     def __contains__(self, name: object) -> bool:
-        """Say whether an engine is one of them."""
+        """True if an engine is in the tier."""
         return self._is_within(name) and name not in self._avoid
 
     def __iter__(self) -> Iterator[str]:
-        """Their names, kind by kind, the least busy first."""
+        """The names of the engines, kind by kind, the least busy first."""
         return (name for names in self._by_load() for name in names if name not in self._avoid)
 
     def __len__(self) -> int:
@@ -154,7 +152,7 @@ class Tier(Collection[str]):
         return Tier(self._entries, self._groups, self._avoid, load)
 
     def _is_within(self, name: object) -> bool:
-        """Say whether an engine is one of them, or of those to be avoided."""
+        """True if an engine is in the tier or among the engines to avoid."""
         entry = self._entries.get(cast(str, name))
         return entry is not None and entry.load <= self._most and entry.group in self._groups
 

@@ -4,9 +4,9 @@
             c    │         a             a session has one point, and goes to the next allowed engine, clockwise
               ·  ╰─ c ─ b ─╯  ·
 
-Karger et al. 1997, "Consistent hashing and random trees"; the bound on loads (Mirrokni et al. 2018) is the caller's. An
-engine that leaves moves only its own sessions. Rendezvous hashing has that property, too, but hashes a session with
-each engine; here a choice costs the logarithm of the number of points, and a step for each engine that is not allowed.
+Karger et al. 1997, "Consistent hashing and random trees"; the caller applies the bound on loads (Mirrokni et al. 2018).
+An engine that leaves moves only its own sessions. Rendezvous hashing has this property too, but hashes a session with
+each engine; here a choice costs the logarithm of the number of points, plus a step for each engine that is not allowed.
 """
 
 from array import array
@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterator
 from hashlib import blake2b
 
 POINTS = 64
-"""Points of each engine: more points make shares more equal, and adding an engine slower."""
+"""Points per engine: more points make shares more equal, but adding an engine slower."""
 STEPS = 4
 """Steps around the ring after which, if few names are allowed, comparing their distances is faster."""
 FULL_TURN = 1 << 64
 """Length of the ring."""
 _WORDS, _WORD_BYTES = 8, 8
-"""Points that one hash gives, and the bytes of each."""
+"""Points per hash, and the bytes of each point."""
 
 
 class HashRing:
@@ -29,9 +29,9 @@ class HashRing:
 
     def __init__(self) -> None:
         self._points = array("Q")  # ascending
-        self._names: list[str] = []  # of the same index as its point
+        self._names: list[str] = []  # at the same index as its point
         self._points_of: dict[str, list[int]] = {}
-        self._added: list[str] = []  # names whose points are not inserted yet: many are added at once
+        self._added: list[str] = []  # names whose points are not inserted yet, to insert many at once
 
     def __len__(self) -> int:
         """The number of names."""
@@ -53,14 +53,14 @@ class HashRing:
             del self._points[at], self._names[at]
 
     def nearest(self, key: str, names: Collection[str]) -> str:
-        """The one of ``names``, at least one and all on the ring, whose point is the next after that of ``key``.
+        """The name in ``names`` (at least one, all on the ring) whose point is next after that of ``key``.
 
-        Of many names one is soon met on the way around; few are compared by their distances.
+        With many names, one is soon found on the ring; a few are compared by distance.
         """
         self._insert_added()
         start = _hash(key)
         first = bisect_left(self._points, start)
-        last = first - len(self._names)  # the first point, once around: what is before the end has negative indices
+        last = first - len(self._names)  # the first point, one turn earlier: its index is negative
         for at in range(last, first):
             if (name := self._names[at]) in names:
                 return name

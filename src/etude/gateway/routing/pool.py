@@ -1,27 +1,26 @@
-"""The engines behind a gateway as one engine: a call is retried elsewhere when its engine dies.
+"""The engines behind a gateway as one engine: a call whose engine dies is retried on another one.
 
     call ──▶ Router.choose ──▶ engine ──▶ answer            polls ──▶ Router.report
                ▲                 │ lost: another one, or the same once it was heard of again
                └─────────────────┘ busy: another one, or a pause
 
-Owns the calls in progress, their deadlines and what becomes of a turn whose engine fails. The engine of a call is
-decided by :class:`~etude.gateway.routing.router.Router`, the number of calls that come here at all by
-:class:`~etude.gateway.routing.admission.AdmissionController`, which learns when engines are busy and how many calls
-queue in them.
+Owns the calls in progress, their deadlines and the recovery of a turn whose engine fails.
+:class:`~etude.gateway.routing.router.Router` chooses the engine of a call.
+:class:`~etude.gateway.routing.admission.AdmissionController` limits the calls that arrive here; it is notified when
+engines are busy and how many calls they queue.
 
-A turn of which nothing was handed out is sampled anew; one that was handed out in part is continued
-(:class:`StreamedTurn`):
+A turn of which no token was sent is sampled again; one that was sent in part is continued (:class:`StreamedTurn`):
 
     chunks of the first engine ──▶ prompt + their tokens ──▶ chunks of the second one ──▶ one completion of both
 
-Every token keeps the log-probability and the version that it was sampled with; routes are the last engine's, which read
-all tokens but the last, also those that another one sampled. With a seed and the same weights the native engine goes on
-with the very tokens that the first engine would have sampled. Two things go down with an engine and cannot be had
-elsewhere: the sampling mask of the tokens so far, where the engine tells it only at the end, and the end of a turn
-whose last token is out.
+Every token keeps the log-probability and the version it was sampled with. Routes come from the last engine, which read
+all tokens but the last, including those that another engine sampled. With a seed and the same weights the native engine
+continues with exactly the tokens that the first engine would have sampled. Two things are lost with an engine: the
+sampling mask of the tokens so far, if the engine sends it only at the end, and the end of a turn whose last token was
+sent.
 
-An engine that is lent (``EngineEntry.is_lent``) may be taken back at any moment, with a notice or without. Its whole
-answers come token by token as well, and are continued like streams, also when it is removed.
+A lent engine (``EngineEntry.is_lent``) may be taken back at any moment, with or without notice. Its whole answers are
+also fetched token by token, and are continued like streams, even when it is removed.
 """
 
 import asyncio
@@ -44,9 +43,9 @@ from etude.types import Ids, SamplingMask, TokenIds, as_list
 Answer = TypeVar("Answer")
 
 BACKOFF = Backoff(first_s=0.05, longest_s=1.0, jitter=0.5)
-"""Pauses of a call that finds no engine."""
+"""Pauses of a call while no engine is available."""
 TICK_S = 0.05
-"""Pause between two looks for a poll that is due."""
+"""Pause between two checks for due polls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +53,11 @@ class PoolLimits:
     """Timeouts and retry limits of calls and polls."""
 
     outage_s: float = 30.0
-    """Longest time that a call waits, in all, while there is no engine that it could go to."""
+    """Longest total time that a call waits while no engine is available to it."""
     losses: int = 4
-    """Engines that a call may lose under way: a request that every engine dies of must not kill all of them."""
+    """Engines that may fail under one call: a request that crashes every engine must not take down all of them."""
     poll_s: float = 5.0
-    """An engine that cannot say its version in this time has failed the poll."""
+    """Timeout of a poll."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +65,18 @@ class CallOptions:
     """The routing options of one call."""
 
     min_version: int | None = None
-    """Oldest weight version that may sample it; ``None`` for any."""
+    """Oldest weight version that may sample it; ``None`` for any version."""
     wait_for_version: bool = False
-    """Wait while no engine serves that version, as while there is no engine, instead of being told at once."""
+    """Wait while no engine serves that version, as while there is no engine, instead of failing at once."""
     region: str | None = None
-    """Region of the engine, if one there can take it."""
+    """Preferred region of the engine."""
     arm: CallArm | ShadowArm | None = None
-    """The released weights that may sample it; ``None``: whatever engines have."""
+    """The released weights that may sample it; ``None``: any weights."""
     deadline_s: float = 600.0
-    """Seconds that the call may take in all, from now."""
+    """Longest total duration of the call, in seconds from now."""
     dispatched: Callable[[float | None, str], None] = lambda at, engine: None
-    """Called with the time when an engine is given the call, and with ``None`` when it failed under it; and with the
-    engine's name.
+    """Called with the engine's name and the time at which the call was sent to it, or ``None`` when the engine failed
+    under the call.
     """
 
 
@@ -90,26 +89,26 @@ class PoolCounters:
     """Counts of events since the start."""
 
     losses: int = 0
-    """Engines that failed under a call."""
+    """Engines that failed during a call."""
     continued: int = 0
-    """Turns that went on elsewhere after some of their tokens."""
+    """Turns that continued on another engine after some of their tokens."""
     anew: int = 0
-    """Whole answers of lent engines that could not be continued, and were sampled from their beginning again."""
+    """Whole answers of lent engines that could not be continued and were sampled again from the start."""
     recalled: int = 0
-    """Lent engines that were taken back with a notice."""
+    """Lent engines that were taken back with notice."""
     busy: int = 0
-    """Calls that an engine turned away because it had enough to do."""
+    """Calls that an engine rejected because it was busy."""
     pauses: int = 0
     """Times that a call found no engine and paused."""
     unreleased: int = 0
-    """Answers, or parts of them, that were thrown away since weights had sampled them which are not released."""
+    """Answers, or parts of them, that were discarded because unreleased weights had sampled them."""
 
 
 @final
 class EnginePool:
-    """Calls engines; ``engines`` makes the client of a URL, which should not retry by itself.
+    """Calls engines; ``engines`` makes the client for a URL, which should not retry by itself.
 
-    :meth:`watch` has to run, or an engine that failed under a call is never asked again.
+    :meth:`watch` must run, or an engine that failed during a call is never polled again.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class EnginePool:
         admission: AdmissionController | None = None,
         seed: int | None = None,
     ) -> None:
-        """``admission`` is told of congestion; ``seed`` fixes the jitter."""
+        """``admission`` is notified of congestion; ``seed`` fixes the jitter."""
         self.counters = PoolCounters()
         self._make = engines
         self._router = router
@@ -139,7 +138,8 @@ class EnginePool:
         self._clients[entry.name] = client
 
     def remove(self, name: str) -> None:
-        """Send nothing more to an engine. Its calls end as they may; of one that is lent they go on elsewhere at once.
+        """Send no more calls to an engine. Its calls run to their end; those of a lent engine move to another one at
+        once.
 
         Raises ``ValueError`` for an unknown name.
         """
@@ -154,21 +154,24 @@ class EnginePool:
         return self._router.engines()
 
     def versions(self) -> tuple[int, ...]:
-        """The weight versions that calls may be answered with now, ascending, each once."""
+        """The weight versions that can answer calls now, ascending, without duplicates."""
         serving = (view for view in self.list() if view.state in (EngineState.HEALTHY, EngineState.SUSPECT))
         return tuple(sorted({view.health.version for view in serving if view.health is not None}))
 
     def announce(self, version: int, digest: str) -> None:
-        """The weight log says which digest a version has. Raises ``ValueError`` if it said otherwise before."""
+        """Record the digest that the weight log announces. Raises ``ValueError`` if it contradicts an earlier
+        announcement.
+        """
         self._router.announce(version, digest, self._clock.now())
 
     async def generate(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, options: CallOptions = DEFAULT_OPTIONS
     ) -> Completion:
-        """Sample one completion; when its engine fails, it is sampled anew elsewhere, or continued if that was lent.
+        """Sample one completion; if its engine fails, sample it again on another one, or continue it if the engine was
+        lent.
 
-        Raises ``ValueError`` when an engine refuses the request, :class:`~etude.errors.VersionPending` when none has
-        that weight version, :class:`~etude.errors.EngineBusy` when all had enough to do until the deadline, and
+        Raises ``ValueError`` when an engine rejects the request, :class:`~etude.errors.VersionPending` when none has
+        that weight version, :class:`~etude.errors.EngineBusy` when all were busy until the deadline, and
         :class:`~etude.errors.EngineUnavailable` when none answered.
         """
         call = _RoutedCall(session=session, options=options, began=self._clock.now())
@@ -179,12 +182,12 @@ class EnginePool:
                 return await self._whole(name, call, turn)
             if turn.can_resume:
                 self.counters.continued += turn.resume(call.trouble)
-            else:  # nothing was handed out
+            else:  # no token was sent
                 self.counters.anew += 1
                 turn = StreamedTurn(as_list(prompt_ids), params)
 
     async def _whole(self, name: str, call: "_RoutedCall", turn: "StreamedTurn") -> Completion:
-        """The whole of a turn, of which one engine samples the rest."""
+        """The complete turn, the rest of which one engine samples."""
         client = self._clients[name]
         if client.is_lent:
             async with aclosing(self._chunks(name, call, turn)) as chunks:
@@ -201,10 +204,10 @@ class EnginePool:
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, options: CallOptions = DEFAULT_OPTIONS
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Sample one completion and hand out its tokens as they come; when its engine fails, it is continued elsewhere.
+        """Sample one completion and yield its tokens as they arrive; if its engine fails, continue on another one.
 
-        Raises like :meth:`generate`. With top-p or top-k, a turn of which some tokens were handed out already cannot be
-        continued: it raises :class:`~etude.errors.EngineUnavailable`.
+        Raises like :meth:`generate`. With top-p or top-k, a turn cannot be continued once some tokens were yielded: it
+        raises :class:`~etude.errors.EngineUnavailable`.
         """
         call = _RoutedCall(session=session, options=options, began=self._clock.now())
         turn = StreamedTurn(as_list(prompt_ids), params)
@@ -229,7 +232,7 @@ class EnginePool:
                 yield chunk
 
     async def watch(self) -> None:
-        """Ask engines how they are, for ever.
+        """Poll the engines for ever.
 
         consumes: nothing; produces: facts for router and admission; waits for: engines, ``poll_s`` each at most; woken
         by: time; on shutdown: cancelled, with its polls.
@@ -241,7 +244,7 @@ class EnginePool:
                 await self._clock.sleep(TICK_S)
 
     async def _choose(self, call: "_RoutedCall") -> str:
-        """An engine for a call, perhaps after a while."""
+        """Choose an engine for a call, waiting if necessary."""
         options = call.options
         while True:
             silent = [name for name, heard in call.lost.items() if self._router.heard(name) == heard]
@@ -262,8 +265,8 @@ class EnginePool:
             await self._clock.sleep(pause_s)
 
     def _check_released(self, name: str, versions: Ids, call: "_RoutedCall") -> None:
-        """Raise :class:`~etude.errors.EngineUnavailable` for tokens of weights that the call must not get: its engine
-        swapped them since it said what it has. They are given to nobody, and the call goes elsewhere.
+        """Raise :class:`~etude.errors.EngineUnavailable` for tokens from weights that the call must not get: its engine
+        swapped weights after its last report. The tokens are discarded, and the call goes to another engine.
         """
         arm = call.options.arm
         if arm is None:
@@ -276,7 +279,9 @@ class EnginePool:
 
     @contextmanager
     def _calling(self, name: str, call: "_RoutedCall") -> Iterator[None]:
-        """Count a call, and learn from how it ends. Trouble that another engine may not have is noted, not raised."""
+        """Count a call, and update the engine's state from its result. Errors that another engine may not have are
+        recorded, not raised.
+        """
         self._router.began(name)
         call.options.dispatched(self._clock.now(), name)
         try:
@@ -293,9 +298,9 @@ class EnginePool:
             self._router.ended(name)
 
     def _learn(self, name: str, call: "_RoutedCall", error: EngineUnavailable) -> None:
-        """Note that an engine turned a call away, or failed under it."""
+        """Record that an engine rejected a call, or failed during it."""
         call.trouble, now = error, self._clock.now()
-        if name not in self._clients:  # it was taken back: no fault of its own, nor of the call
+        if name not in self._clients:  # it was taken back, which is no fault of the engine or the call
             return
         if isinstance(error, EngineBusy):
             call.busy.add(name)
@@ -304,7 +309,7 @@ class EnginePool:
             if self._admission is not None:
                 self._admission.congested(now)
             return
-        # Without its words: an engine's answer to a call may quote the prompt, and reasons are shown to operators.
+        # Without the message: an engine's answer to a call may quote the prompt, and operators see reasons.
         self._failed(name, f"a call failed: {type(error.__cause__ or error).__name__}", in_call=True)
         call.lost[name] = self._router.heard(name)
         call.losses += 1
@@ -313,7 +318,7 @@ class EnginePool:
             raise call.give_up(f"{call.losses} engines failed under this call") from error
 
     async def _bounded(self, client: "_Client", call: "_RoutedCall", answer: Awaitable[Answer]) -> Answer:
-        """An engine's answer, unless the call's deadline comes first or the engine is found dead."""
+        """An engine's answer, unless the call's deadline passes first or the engine is declared dead."""
         left_s = call.deadline - self._clock.now()
         try:
             async with asyncio.timeout(left_s) as wait:
@@ -333,8 +338,8 @@ class EnginePool:
         try:
             async with asyncio.timeout(self._limits.poll_s):
                 health = await client.engine.health()
-        except BaseException as error:  # of any kind, or the engine would never be asked again
-            if self._clients.get(name) is client:  # else another one has its name now
+        except BaseException as error:  # of any kind, or the engine would never be polled again
+            if self._clients.get(name) is client:  # else another engine has this name now
                 self._failed(name, f"a poll failed: {error or 'no answer in time'}", in_call=False)
             if isinstance(error, EngineUnavailable | TimeoutError):
                 return
@@ -345,13 +350,13 @@ class EnginePool:
                 self._admission.queueing(self._router.waiting())
 
     def _failed(self, name: str, reason: str, *, in_call: bool) -> None:
-        """Tell the router; calls that wait for a dead engine go elsewhere."""
+        """Report a failure to the router; calls that wait for a dead engine move to another one."""
         if self._router.failed(name, reason, self._clock.now(), in_call=in_call) is EngineState.DEAD:
             _interrupt(self._clients[name])
 
 
 def _interrupt(client: "_Client") -> None:
-    """Let calls that wait for an engine go elsewhere."""
+    """Move calls that wait for an engine to another one."""
     for wait in client.waits:
         if not wait.expired():
             wait.reschedule(0.0)
@@ -359,7 +364,7 @@ def _interrupt(client: "_Client") -> None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Client:
-    """An engine's client and the waits of calls that it works on."""
+    """An engine's client and the waits of its calls in progress."""
 
     engine: Engine
     is_lent: bool = False
@@ -368,33 +373,35 @@ class _Client:
 
 @dataclass(slots=True, kw_only=True)
 class _RoutedCall:
-    """One call on its way: the engines that it lost, and the time that it has left."""
+    """One call in progress: the engines that failed under it, and its remaining time."""
 
     session: str
     options: CallOptions
     began: float
     lost: dict[str, int] = field(default_factory=dict)
-    """Engines that failed under it → signs of life that each had given by then: it is not asked before another one."""
+    """Engines that failed under it → their count of signs of life at that time: an engine is not used again before a
+    new one.
+    """
     losses: int = 0
     busy: set[str] = field(default_factory=set)
-    """Engines that turned it away since its last pause."""
+    """Engines that rejected it since its last pause."""
     outage_s: float = 0.0
-    """Seconds that it paused for lack of any engine."""
+    """Seconds that it paused because no engine was available."""
     pauses: int = 0
     trouble: EngineUnavailable | None = None
-    """The last one."""
+    """The last error."""
     over: bool = False
-    """True if its deadline came while an engine worked on it."""
+    """True if its deadline passed while an engine worked on it."""
 
     @property
     def deadline(self) -> float:
-        """Time by which it must be over."""
+        """Time at which it must have ended."""
         return self.began + self.options.deadline_s
 
     def pause(self, now: float, outage_s: float, chance: float) -> float:
-        """Seconds to wait for an engine to come back or to finish something; ``chance`` in 0 … 1 is the jitter.
+        """Seconds to wait for an engine to return or to finish a call; ``chance`` in 0 … 1 is the jitter.
 
-        Raises :class:`~etude.errors.EngineUnavailable` when the deadline has come, or when there was no engine for
+        Raises :class:`~etude.errors.EngineUnavailable` when the deadline has passed, or when there was no engine for
         ``outage_s``.
         """
         left_s = self.deadline - now
@@ -409,7 +416,7 @@ class _RoutedCall:
         return pause_s
 
     def give_up(self, why: str) -> EngineUnavailable:
-        """The error that ends it, of the kind of its last trouble."""
+        """The error that ends it, of the same kind as its last error."""
         kind = EngineBusy if isinstance(self.trouble, EngineBusy) else EngineUnavailable
         return kind(why if self.trouble is None else f"{why}; at last: {self.trouble}")
 
@@ -426,21 +433,21 @@ def _last(versions: Ids) -> int | None:
 
 
 class StreamedTurn:
-    """The chunks of a turn that have come already, and the request for the rest of it. Pure."""
+    """The chunks of a turn that have arrived, and the request for the rest. Pure."""
 
     def __init__(self, prompt: list[int], params: SamplingParams) -> None:
         self.prompt = prompt
-        """The prompt of the present engine."""
+        """The prompt for the current engine."""
         self.params = params
-        """The sampling parameters of the rest."""
+        """The sampling parameters for the rest."""
         self.complete = False
         """True once the last chunk was added."""
         self._original = prompt, params
         self._chunks: list[TokenChunk] = []
-        self._earlier = 0  # of ``_chunks``, those that an engine before the present one sampled
+        self._earlier = 0  # number of ``_chunks`` that earlier engines sampled
 
     def add(self, chunk: TokenChunk) -> TokenChunk:
-        """The chunk as it is to be handed out: the last one of all has the completion of the whole turn."""
+        """The chunk to yield: the last one has the completion of the whole turn."""
         if chunk.completion is None:
             self._chunks.append(chunk)
             return chunk
@@ -448,17 +455,17 @@ class StreamedTurn:
         return replace(chunk, completion=self.joined(chunk.completion))
 
     def joined(self, rest: Completion) -> Completion:
-        """The completion of the whole turn, of which the present engine sampled ``rest``."""
+        """The completion of the whole turn; the current engine sampled ``rest``."""
         earlier = self._chunks[: self._earlier]
         return _concatenated(earlier, rest) if earlier else rest
 
     @property
     def can_resume(self) -> bool:
-        """True if another engine can go on with what has come, or begin where nothing has."""
+        """True if another engine can continue after the chunks so far, or start if there are none."""
         return not self._loss()
 
     def resume(self, error: EngineUnavailable | None) -> bool:
-        """Prepare for another engine after ``error``; says whether it continues what was handed out.
+        """Prepare for another engine after ``error``; return whether it continues chunks that were yielded.
 
         Raises :class:`~etude.errors.EngineUnavailable` for a turn that cannot be continued.
         """
@@ -474,7 +481,7 @@ class StreamedTurn:
         return bool(sent)
 
     def _loss(self) -> str:
-        """The part of the record that went down with the engine; empty for none."""
+        """The part of the record that was lost with the engine; empty for none."""
         sent, (_, params) = self._sent(), self._original
         if params.truncates and any(chunk.sampling_mask is None for chunk in self._chunks):
             return "its sampling mask"
@@ -486,7 +493,7 @@ class StreamedTurn:
 
 
 def _concatenated(earlier: Sequence[TokenChunk], rest: Completion) -> Completion:
-    """One completion of what several engines sampled; routes cover all of it, as the last engine read it."""
+    """One completion from the samples of several engines; routes cover all of it, as the last engine read it."""
     return Completion(
         token_ids=np.concatenate([*(chunk.token_ids for chunk in earlier), rest.token_ids]),
         logprobs=np.concatenate([*(chunk.logprobs for chunk in earlier), rest.logprobs]),
@@ -498,6 +505,6 @@ def _concatenated(earlier: Sequence[TokenChunk], rest: Completion) -> Completion
 
 
 def _joined_masks(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
-    """One mask of consecutive tokens; ``None`` where nothing was cut."""
+    """One mask of consecutive tokens; ``None`` if nothing was truncated."""
     present = [mask for mask in masks if mask is not None]
     return SamplingMask.of_rows([row for mask in present for row in mask]) if present else None

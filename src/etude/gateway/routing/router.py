@@ -7,15 +7,14 @@
        ▲      └──────────── wrong weights ──▶ STALE ───────────── nothing heard for dead_s ──────▲ │
        └────────────── a good report ───────────┴──────┘     SUSPECT ◀── it answers again ─────────┘
 
-Owns the engines of a pool, the health of each as a table of states, the digests that their weights are compared with,
-and which session went where; how engines are found by load is :mod:`etude.gateway.routing.engine_index`'s. Of the
-engines that may take a call, healthy ones come before suspect ones, and near ones before far ones. Among those a
-session stays where its prefix is cached, as long as that engine is not much busier than the least busy one; a new
-session goes to one of the least busy by consistent hashing
-(:mod:`etude.gateway.routing.hash_ring`): gateways that know nothing of each other choose alike, and an engine that
-leaves moves its own sessions only. Of thousands of engines a choice takes as long as of a few.
+Owns the engines of a pool, the health of each as a state machine, the digests to compare their weights with, and the
+engine of each session; the lookup of engines by load is :mod:`etude.gateway.routing.engine_index`'s. Of the engines
+that may take a call, healthy ones come before suspect ones, and near ones before far ones. Among those, a session stays
+where its prefix is cached unless that engine is much busier than the least busy one. A new session goes to one of the
+least busy engines by consistent hashing (:mod:`etude.gateway.routing.hash_ring`): independent gateways choose alike,
+and an engine that leaves moves only its own sessions. The time of a choice does not grow with the number of engines.
 
-No clock and no I/O: facts and ``now`` in, in seconds. A fact about an engine that was removed meanwhile is passed over.
+No clock and no I/O: facts and ``now``, in seconds, are arguments. A fact about an engine that was removed is ignored.
 """
 
 from collections import Counter, OrderedDict
@@ -31,26 +30,27 @@ from etude.gateway.routing.hash_ring import HashRing
 from etude.protocols import EngineHealth
 
 LOSS_BACKOFF = Backoff(first_s=1.0, longest_s=31.0)
-"""Pauses after which an engine that lost calls again and again gets new ones, less the first: 0, 1, 3, 7 … 30 s. One
-that was repaired is of use within that time.
+"""Pauses before an engine that repeatedly loses calls gets new ones, minus the first pause: 0, 1, 3, 7 … 30 s. A
+repaired engine is back in use within that time.
 """
 ANNOUNCEMENTS = 256
-"""Versions whose digests are remembered; far more than engines may be behind."""
+"""Versions whose digests are remembered; far more than engines may lag behind."""
 SHOWN_DIGITS = 12
-"""Digits of a digest in messages."""
+"""Digits of a digest shown in messages."""
 
 
 class EngineState(StrEnum):
-    """The health of an engine, which decides what calls it gets."""
+    """The health of an engine, which determines the calls it gets."""
 
     HEALTHY = "healthy"
-    """Alive, and it holds what was announced: everything."""
+    """Alive with the announced weights: gets all calls."""
     SUSPECT = "suspect"
-    """Not yet seen, or a call or a poll failed: calls that nothing healthy can take, and no new sessions."""
+    """Not yet seen, or a call or a poll failed: gets only calls that no healthy engine can take, and no new sessions.
+    """
     STALE = "stale"
-    """Alive with weights that are wrong or too old: nothing."""
+    """Alive with weights that are wrong or too old: gets no calls."""
     DEAD = "dead"
-    """Silent: nothing, and it is asked less often."""
+    """Silent: gets no calls and is polled less often."""
 
 
 MOVES: Mapping[EngineState, frozenset[EngineState]] = MappingProxyType(
@@ -61,23 +61,27 @@ MOVES: Mapping[EngineState, frozenset[EngineState]] = MappingProxyType(
         EngineState.DEAD: frozenset({EngineState.SUSPECT, EngineState.STALE}),
     }
 )
-"""State of an engine → the states that may follow. No healthy engine is dead at once: one failure may be our own."""
+"""State of an engine → possible next states. A healthy engine never becomes dead at once: the cause of one failure may
+be the gateway.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthLimits:
-    """Limits beyond which an engine counts as unhealthy, and the pauses between its polls."""
+    """Limits beyond which an engine counts as unhealthy, and the pauses between polls."""
 
     dead_s: float = 15.0
     """Silence, with failures, after which an engine counts as dead."""
     max_lag: int | None = 8
-    """Versions that an engine may be behind the newest announced one; ``None`` for any number."""
+    """Versions that an engine may lag behind the newest announced one; ``None`` for any number."""
     grace_s: float = 30.0
-    """Time that a version may be served before it is announced: the log may be read later here than by the engine."""
+    """Time that a version may be served before it is announced: the gateway may read the log later than the engine
+    does.
+    """
     healthy_poll_s: float = 0.5
-    """Pause between two polls. It bounds how long a new version, or a wrong one, stays unnoticed."""
+    """Pause between two polls: the longest time that a new or a wrong version stays unnoticed."""
     suspect_poll_s: float = 0.25
-    """It also bounds how long calls wait for an engine that restarts."""
+    """Pause between two polls of a suspect engine: limits how long calls wait for an engine that restarts."""
     stale_poll_s: float = 1.0
     dead_poll_s: float = 2.0
 
@@ -88,7 +92,7 @@ class HealthLimits:
             )
 
     def poll_s(self, state: EngineState) -> float:
-        """Seconds from one poll to the next."""
+        """Seconds between two polls."""
         match state:
             case EngineState.HEALTHY:
                 return self.healthy_poll_s
@@ -108,14 +112,15 @@ class EngineEntry:
     """Unique in its pool."""
     url: str
     region: str = ""
-    """Its place; callers may ask for engines near them."""
+    """Its location; callers may request engines near them."""
     is_lent: bool = False
-    """True if it may be taken back at any moment: whole answers come token by token too, so that none is sampled twice.
+    """True if it may be taken back at any moment: even whole answers are fetched token by token, so no token is sampled
+    twice.
     """
 
 
 def is_engine_url(url: str) -> bool:
-    """True for a valid engine URL: http or https, a host, a valid port, perhaps a path."""
+    """True for a valid engine URL: http or https, a host, a valid port, optionally a path."""
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").encode("idna"), parts.port
@@ -136,7 +141,7 @@ class EngineView:
     health: EngineHealth | None
     """Its last report; ``None`` before the first."""
     inflight: int
-    """Calls of this gateway."""
+    """Calls of this gateway in progress."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -145,36 +150,36 @@ class EngineRecord:
 
     entry: EngineEntry
     heard_at: float
-    """Time of its last sign of life; at first, that of its registration."""
+    """Time of its last sign of life; initially, time of registration."""
     poll_at: float
     """Time of its next poll."""
     state: EngineState = EngineState.SUSPECT
     reason: str = "not yet seen"
     health: EngineHealth | None = None
     same_weights_since: float = 0.0
-    """Time at which it first reported the weights that it has now."""
+    """Time at which it first reported its current weights."""
     heard: int = 0
-    """Signs of life so far: answers, refusals and reports."""
+    """Signs of life so far: answers, rejections and reports."""
     polling: bool = False
-    """True while a poll is under way."""
+    """True while a poll is in progress."""
     losses: int = 0
-    """Times that it lost calls since it last answered one; a crash that takes many calls counts once."""
+    """Times that it lost calls since its last answer; a crash that loses many calls counts once."""
     not_healthy_before: float = field(default=float("-inf"))
-    """Until then good reports do not make it healthy: it had those while it lost calls, too."""
+    """Until this time good reports do not make it healthy: it sent good reports while it lost calls, too."""
     other_inflight: int = 0
     """Calls of other gateways, as of its last report."""
 
     def move(self, state: EngineState, reason: str) -> None:
-        """Go to another state, or stay for another reason; only moves in ``MOVES`` exist."""
+        """Move to another state, or update the reason; only moves in ``MOVES`` are allowed."""
         assert state is self.state or state in MOVES[self.state], f"an engine went from {self.state} to {state}"
         self.state, self.reason = state, reason
 
     def hear(self, now: float) -> None:
-        """Note a sign of life."""
+        """Record a sign of life."""
         self.heard_at, self.heard = now, self.heard + 1
 
     def note(self, health: EngineHealth, now: float, inflight: int) -> None:
-        """Take down a report that came while ``inflight`` calls were ours."""
+        """Record a report that arrived while ``inflight`` calls of this gateway were in progress."""
         last = self.health
         if last is None or (last.version, last.digest) != (health.version, health.digest):
             self.same_weights_since = now
@@ -184,7 +189,7 @@ class EngineRecord:
         )  # a call may end while its report travels
 
     def judge(self, fault: str, now: float) -> None:
-        """Decide on a report that has just come; ``fault`` is what is wrong with the weights in it."""
+        """Set the state after a new report; ``fault`` describes the error in its weights."""
         if fault:
             self.move(EngineState.STALE, fault)
         elif self.state is EngineState.DEAD:
@@ -195,22 +200,22 @@ class EngineRecord:
             self.move(EngineState.SUSPECT, "its weights are right again, but it lost calls before")
 
     def lose(self, now: float) -> None:
-        """Note that it lost a call while it was trusted."""
+        """Record that it lost a call while it was trusted."""
         self.losses += 1
         self.not_healthy_before = now + LOSS_BACKOFF.delay_s(self.losses) - LOSS_BACKOFF.first_s
 
 
 class Announcements:
-    """The digest of each weight version, as the weight log announces it."""
+    """The digest of each weight version, as announced by the weight log."""
 
     def __init__(self, limits: HealthLimits) -> None:
         self._limits = limits
         self._digests: dict[int, str] = {}
         self._newest = -1
-        self._first_seen: dict[int, float] = {}  # versions that an engine had before they were announced
+        self._first_seen: dict[int, float] = {}  # versions that an engine had before their announcement
 
     def announce(self, version: int, digest: str) -> None:
-        """Note what the log says. Raises ``ValueError`` when it said something else before: a log never changes."""
+        """Record an announcement. Raises ``ValueError`` if it contradicts an earlier one: a log never changes."""
         earlier = self._digests.setdefault(version, digest)
         if earlier != digest:
             raise ValueError(f"weight version {version} was announced as {_shown(earlier)} and now as {_shown(digest)}")
@@ -220,9 +225,10 @@ class Announcements:
         self._first_seen = {seen: at for seen, at in self._first_seen.items() if seen > self._newest}
 
     def fault(self, health: EngineHealth, now: float) -> str:
-        """The fault of the weights that an engine reports; empty for nothing.
+        """The fault in the weights that an engine reports; empty for none.
 
-        Without any announcement nothing is. A version from before the first announcement has no digest to compare.
+        Without any announcement there is no fault. A version older than the first announcement has no digest to
+        compare.
         """
         if not self._digests:
             return ""
@@ -236,7 +242,7 @@ class Announcements:
         return ""
 
     def digest(self, version: int) -> str | None:
-        """The digest that was announced of ``version``."""
+        """The announced digest of ``version``."""
         return self._digests.get(version)
 
     def knows(self, version: int) -> bool:
@@ -252,8 +258,8 @@ class Announcements:
 def digest_disagreement(record: EngineRecord, records: Iterable[EngineRecord]) -> str:
     """Describe how an engine's digest differs from the others' of its version; empty if it does not.
 
-    For versions that were not announced. Most engines are right, of as many on both sides those that had theirs first:
-    an engine that joins with other weights can never push out those that are there. The dead have no vote.
+    For versions that were not announced. The majority is right; in a tie, the engines that had their weights first: an
+    engine that joins with other weights can never displace existing ones. Dead engines do not count.
     """
     assert record.health is not None, "an engine without a report has no digest"
     version, since = record.health.version, dict[str, list[float]]()
@@ -272,29 +278,29 @@ def _shown(digest: str) -> str:
 
 
 STICKY_FACTOR, STICKY_CALLS = 2.0, 8
-"""A session stays while its engine has at most this factor, plus this many calls, of what the least busy one has. To
-read a long prompt again costs as much as several calls' waiting.
+"""A session stays on its engine while that engine has at most this factor times the least busy engine's calls, plus
+this many. Reading a long prompt again costs as much as waiting for several calls.
 """
 FRESH_FACTOR, FRESH_CALLS = 1.25, 2
-"""Engines that count as least busy, for a new session: closer together, as it has nothing to lose anywhere."""
+"""Limits of "least busy" for a new session: tighter, as it has no cached prefix to lose."""
 DEFAULT_HEALTH = HealthLimits()
 DEFAULT_SESSIONS = 65_536
-"""Sessions whose engine is remembered; the longest unused is forgotten first, and hashed again."""
+"""Sessions whose engine is remembered; the least recently used is forgotten first, and hashed again."""
 
 
 class Reason(StrEnum):
     """The reason for a routing decision."""
 
     AFFINITY = "affinity"
-    """Its session was there before."""
+    """Its session used this engine before."""
     FRESH = "fresh"
-    """One of the least busy."""
+    """One of the least busy engines."""
     LAST_RESORT = "last_resort"
-    """Nothing healthy can take it."""
+    """No healthy engine can take it."""
     VERSION = "version"
-    """No engine serves the version yet that the call asks for."""
+    """No engine serves the requested version yet."""
     UNAVAILABLE = "unavailable"
-    """No engine can be had."""
+    """No engine is available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,10 +308,10 @@ class Choice:
     """The result of :meth:`Router.choose`."""
 
     name: str | None
-    """``None``: nowhere, for ``reason``."""
+    """``None``: no engine, for ``reason``."""
     reason: Reason
     newest: int | None = None
-    """The newest version that is served by an engine that may be routed to, with ``VERSION``."""
+    """With ``VERSION``: the newest version served by any engine that may get calls."""
 
 
 class Router:
@@ -318,12 +324,12 @@ class Router:
         self._index = EngineIndex()
         self._ring = HashRing()
         self._announced = Announcements(limits)
-        self._reported: OrderedDict[int, str] = OrderedDict()  # version → digest that was reported of it last
-        self._inflight: Counter[str] = Counter()  # also of engines that were removed, until their calls end
-        self._affinity: OrderedDict[str, str] = OrderedDict()  # session → engine, the longest unused first
+        self._reported: OrderedDict[int, str] = OrderedDict()  # version → digest last reported for it
+        self._inflight: Counter[str] = Counter()  # includes removed engines until their calls end
+        self._affinity: OrderedDict[str, str] = OrderedDict()  # session → engine, least recently used first
 
     def add(self, entry: EngineEntry, now: float) -> None:
-        """Register an engine; it is suspect until it was seen. Raises ``ValueError`` if the name is taken."""
+        """Register an engine; it is suspect until its first report. Raises ``ValueError`` if the name is taken."""
         if entry.name in self._records:
             raise ValueError(f"an engine {entry.name!r} is registered already: remove it first, or use another name")
         record = self._records[entry.name] = EngineRecord(entry=entry, heard_at=now, poll_at=now)
@@ -331,7 +337,7 @@ class Router:
         self._place(record)
 
     def remove(self, name: str) -> None:
-        """Send nothing more to an engine. Raises ``ValueError`` if there is none of this name."""
+        """Send no more calls to an engine. Raises ``ValueError`` for an unknown name."""
         if name not in self._records:
             raise ValueError(f"no engine {name!r} is registered, only {sorted(self._records)}")
         del self._records[name]
@@ -352,14 +358,14 @@ class Router:
         )
 
     def due(self, now: float) -> list[str]:
-        """Engines to be polled now; each is named once until :meth:`report` or :meth:`failed` says how it went."""
+        """Engines to poll now; each is returned once until :meth:`report` or :meth:`failed` gives the result."""
         due = [name for name, record in self._records.items() if not record.polling and record.poll_at <= now]
         for name in due:
             self._records[name].polling = True
         return due
 
     def report(self, name: str, health: EngineHealth, now: float) -> None:
-        """A poll was answered."""
+        """Record the answer to a poll."""
         record = self._records.get(name)
         if record is None:
             return
@@ -374,11 +380,11 @@ class Router:
         self._place(record)
 
     def digest(self, version: int) -> str | None:
-        """The digest of a weight version, as the log announced it, or else as a sound engine reported it."""
+        """The digest of a weight version as announced by the log, else as reported by a sound engine."""
         return self._announced.digest(version) or self._reported.get(version)
 
     def failed(self, name: str, reason: str, now: float, *, in_call: bool) -> EngineState | None:
-        """A call, or else a poll, was not answered; returns the health of the engine now."""
+        """Record that a call or a poll was not answered; return the engine's state after that."""
         record = self._records.get(name)
         if record is None:
             return None
@@ -399,9 +405,9 @@ class Router:
         return record.state
 
     def answered(self, name: str, now: float, version: int | None = None) -> None:
-        """A call was answered, perhaps with a refusal; ``version`` sampled its last token.
+        """Record the answer to a call, possibly a rejection; ``version`` sampled its last token.
 
-        An engine with newer weights than it reported is asked at once what they are.
+        An engine whose weights are newer than its last report is polled at once.
         """
         record = self._records.get(name)
         if record is None:
@@ -415,9 +421,10 @@ class Router:
             record.poll_at = min(record.poll_at, now)
 
     def announce(self, version: int, digest: str, now: float) -> None:
-        """The weight log says which digest a version has. Raises ``ValueError`` if it said otherwise before.
+        """Record the digest that the weight log announces. Raises ``ValueError`` if it contradicts an earlier
+        announcement.
 
-        Engines whose last report it contradicts get no more calls; like all stale ones they are asked again at once.
+        Engines whose last report differs get no more calls; like all stale engines they are polled again at once.
         """
         self._announced.announce(version, digest)
         for record in self._records.values():
@@ -433,7 +440,7 @@ class Router:
         return 0 if record is None else record.heard
 
     def waiting(self) -> int:
-        """Calls that wait in the engines' own queues, by their last reports."""
+        """Calls that wait in the engines' own queues, according to their last reports."""
         return self._index.waiting
 
     def choose(
@@ -445,10 +452,10 @@ class Router:
         avoid: Collection[str] = (),
         digests: Sequence[str] | None = None,
     ) -> Choice:
-        """The engine for the next call of ``session``; an empty session is none, and is not remembered.
+        """The engine for the next call of ``session``; an empty session is not remembered.
 
-        ``avoid`` are engines that this call shall not go to. With ``digests`` only engines that report one of them are
-        considered, those of the first one before those of the next.
+        ``avoid`` names engines that this call must not use. With ``digests`` only engines that report one of them are
+        considered, in the order of the digests.
         """
         serving = list(self._index.kinds)
         if digests is not None:
@@ -463,7 +470,7 @@ class Router:
         for kind in able:
             rank = not kind.is_healthy, region is not None and kind.region != region
             tiers.setdefault(rank, []).append(kind)
-        for rank in sorted(tiers):  # the better, the lower
+        for rank in sorted(tiers):  # lower is better
             tier = self._index.tier(tiers[rank], avoid)
             least = tier.least_load()
             if least is not None:
@@ -471,15 +478,15 @@ class Router:
         return Choice(name=None, reason=Reason.UNAVAILABLE)
 
     def began(self, name: str) -> None:
-        """A call goes to an engine."""
+        """Count a call that was sent to an engine."""
         self._calls_changed(name, 1)
 
     def ended(self, name: str) -> None:
-        """A call that began is over, however."""
+        """Count the end of a call, whatever its result."""
         self._calls_changed(name, -1)
 
     def _choose(self, session: str, tier: Tier, least: int, *, is_healthy: bool) -> Choice:
-        """One of engines that are equally good but for their load; the least busy one has ``least`` calls."""
+        """One of several engines that differ only in load; the least busy one has ``least`` calls."""
         last = self._affinity.get(session)
         if last is not None and last in tier.within(STICKY_FACTOR * least + STICKY_CALLS):
             self._affinity.move_to_end(session)
@@ -495,7 +502,7 @@ class Router:
         return Choice(name=name, reason=Reason.FRESH)
 
     def _holding(self, kinds: Sequence[EngineKind], digests: Sequence[str], avoid: Collection[str]) -> list[EngineKind]:
-        """The kinds with the first of ``digests`` that an engine has which is not to be avoided; none for any other."""
+        """The kinds with the first of ``digests`` that an allowed engine has; empty if there is none."""
         for digest in digests:
             holders = [kind for kind in kinds if kind.digest == digest]
             if self._index.tier(holders, avoid).least_load() is not None:
@@ -503,7 +510,7 @@ class Router:
         return []
 
     def _place(self, record: EngineRecord) -> None:
-        """Put an engine where a choice finds it, by what is known of it now."""
+        """Update an engine's place in the index."""
         name, health = record.entry.name, record.health
         if not _serves(record):
             self._index.discard(name)

@@ -1,10 +1,11 @@
-"""The shadow: some prompts of users, sampled a second time by the weights that are tried, which nobody sees.
+"""The shadow: some users' prompts are sampled a second time by weights under test; no user sees the result.
 
     answered call ──offer──▶ chance, room ──▶ engine of the shadow's arm ──▶ ShadowCall ──▶ receive
 
 Consumes answered calls of users; produces one :class:`ShadowCall` each; waits for engines, :data:`DEADLINE_S` at most;
-woken by calls; on shutdown cancelled with what is under way. It takes no permit, has the lowest priority at the engines
-and is given up where :data:`AT_ONCE` are under way: users never wait for it. Texts and tokens are kept nowhere.
+woken by calls; on shutdown cancelled with its calls in progress. It takes no permit, has the lowest priority at the
+engines and skips a call while :data:`AT_ONCE` are in progress: users never wait for it. Texts and tokens are not
+stored.
 """
 
 import asyncio
@@ -21,14 +22,14 @@ from etude.protocols import Clock, Completion, SamplingParams
 from etude.types import TokenIds
 
 AT_ONCE = 2
-"""Shadow calls of one gateway that are under way at a time."""
+"""Shadow calls of one gateway in progress at a time."""
 DEADLINE_S = 120.0
-"""Longest time of one, waiting for an engine included."""
+"""Longest duration of one call, including the wait for an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowCall:
-    """One prompt, as users were answered and as the shadow would have."""
+    """One prompt with the users' answer and the shadow's answer."""
 
     digest: str
     """The weights of the shadow."""
@@ -41,7 +42,7 @@ class ShadowCall:
 
 @final
 class Shadow:
-    """Samples a ``share`` of the calls it is offered again, and hands out what came of it."""
+    """Samples a ``share`` of the offered calls again, and passes the results on."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Shadow:
     def offer(
         self, prompt_ids: TokenIds, params: SamplingParams, answer: Completion, session: str, seconds: float
     ) -> None:
-        """Take an answered call, or leave it."""
+        """Sample an answered call again, or skip it."""
         arm = None if self._arms.table is None else self._arms.table.shadow
         if arm is None or len(self._tasks) >= AT_ONCE or self._random.random() >= self._share:
             return
@@ -74,7 +75,7 @@ class Shadow:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the calls in progress."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -92,7 +93,7 @@ class Shadow:
             tokens = len(completion.token_ids)
         except (EngineUnavailable, VersionPending, ValueError):
             if not dispatched:
-                return  # no engine holds it yet, which says nothing of it
+                return  # no engine has these weights yet, which says nothing about them
             failed = True
         seconds = self._clock.now() - dispatched[-1]
         self._receive(

@@ -1,7 +1,7 @@
-"""One call of somebody else's API: where it goes, and what its answer says of tokens.
+"""One call of an external API: its destination, and the token usage in its answer.
 
-Owns the URL, the headers and the body of a call, what of an API an agent may use, and how the usage in an answer of
-OpenAI's or Anthropic's is read: whole answers, and streams of server-sent events. Nothing is sent from here
+Owns the URL, the headers and the body of a call, which parts of an API an agent may use, and the parsing of the usage
+in answers of OpenAI's and Anthropic's APIs: whole answers, and streams of server-sent events. Nothing is sent from here
 (:mod:`.passthrough`). Pure.
 """
 
@@ -16,23 +16,23 @@ from etude.errors import ConfigError
 from etude.types import Json
 
 Api: TypeAlias = Literal["openai", "anthropic"]
-"""The two APIs that models are reached by."""
+"""The two supported APIs."""
 ANTHROPIC_VERSION = "2023-06-01"
-"""Value of the header that Anthropic's API asks for."""
+"""Value of the header that Anthropic's API requires."""
 COMPLETIONS = ("chat/completions", "completions", "responses", "messages")
-"""Paths, behind ``/v1/``, of calls that sample."""
+"""Paths below ``/v1/`` of calls that sample."""
 PATHS = (*COMPLETIONS, "messages/count_tokens")
-"""Paths that agents may call: whoever is in a sandbox must not get at the files, batches or keys of an account."""
+"""Paths that agents may call: code in a sandbox must not reach the files, batches or keys of an account."""
 AGENTS_TOOLS = ("function", "custom", "bash", "text_editor", "computer", "memory", "local_shell", "apply_patch")
-"""Beginnings of the types of tools that agents run themselves. Any other the API runs: it searches the web, calls
-servers, executes code.
+"""Prefixes of the types of tools that agents run themselves. The API runs all others: they search the web, call
+servers, execute code.
 """
 HOSTED_FIELDS = frozenset({"web_search_options", "mcp_servers", "container", "plugins", "models"})
-"""Fields by which APIs are asked for such tools, or for another model than the one that is tried."""
+"""Fields that request such hosted tools, or a model other than the one under test."""
 DATA_URL = "data:"
 QUOTED_CHARACTERS = 80
 NO_KEY = "none"
-"""Key that is sent where there is none: servers of one's own do not look at it."""
+"""Key that is sent if there is none: self-hosted servers ignore it."""
 EVENT_DATA = b"data:"
 
 
@@ -41,13 +41,13 @@ class Upstream:
     """A model behind a URL."""
 
     url: str
-    """Base URL; calls go to what is behind its ``/v1``."""
+    """Base URL; calls go to paths below its ``/v1``."""
     model: str
-    """Name by which the API knows it."""
+    """The API's name for it."""
     api: Api = "openai"
     key: str = field(default="", repr=False)
     extra: Mapping[str, Json] = field(default_factory=dict)
-    """Fields of every request, over those that a harness sends; ``None`` takes a field out."""
+    """Fields added to every request, overriding the harness's; ``None`` removes a field."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -61,7 +61,7 @@ class Upstream:
             raise ConfigError("--model is empty: name the model as its API does")
 
     def place(self, path: str) -> str:
-        """The URL of a path behind ``/v1/``."""
+        """The URL of a path below ``/v1/``."""
         base = self.url.rstrip("/")
         return f"{base if base.endswith('/v1') else base + '/v1'}/{path}"
 
@@ -74,16 +74,16 @@ class Upstream:
         return {"Authorization": f"Bearer {key}"}
 
     def request(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A harness's body as it is sent on: of this model, with the fields of :attr:`extra`."""
+        """A harness's body as it is forwarded: for this model, with the fields of :attr:`extra`."""
         sent = {**body, "model": self.model, **self.extra}
         if path == "chat/completions" and body.get("stream") and self.api == "openai":
-            sent.setdefault("stream_options", {"include_usage": True})  # or a stream says nothing of tokens
+            sent.setdefault("stream_options", {"include_usage": True})  # or a stream has no token usage
         return {name: value for name, value in sent.items() if name not in self.extra or value is not None}
 
 
 def beyond_the_model(body: Mapping[str, Any]) -> str:
-    """The words for what a call asks an API for besides the words of its model, which no sandbox without a network has;
-    empty where there is nothing.
+    """A description of anything that a call requests of an API beyond the model's output, which a sandbox without a
+    network must not get; empty if nothing.
     """
     if fields := sorted(HOSTED_FIELDS & body.keys()):
         return f"field {fields[0]!r}"
@@ -105,7 +105,7 @@ def beyond_the_model(body: Mapping[str, Any]) -> str:
 
 
 def _remote_url(part: Mapping[str, Any]) -> str | None:
-    """The URL from which an API would fetch a part of a message."""
+    """The URL from which an API would fetch a part of a message, if any."""
     source = part if part.get("type") == "url" else {}
     for place in (part.get("image_url"), part.get("file_url"), source.get("url")):
         url = place.get("url") if isinstance(place, dict) else place
@@ -119,9 +119,9 @@ class TokenUsage:
     """Tokens of calls, as the API counts them."""
 
     prompt_tokens: int = 0
-    """All that was read, cached or not."""
+    """All prompt tokens, cached or not."""
     cached_tokens: int = 0
-    """Those of them that the API had read before and charges less for."""
+    """Prompt tokens that the API had cached and charges less for."""
     sampled_tokens: int = 0
 
     def __add__(self, other: Self) -> "TokenUsage":
@@ -133,18 +133,20 @@ class TokenUsage:
 
 
 def read_usage(answer: bytes) -> TokenUsage:
-    """The usage in a whole answer, or in all events of a stream; nothing where it says nothing."""
+    """The usage in a whole answer, or in all events of a stream; zero if it is not given."""
     fields: dict[str, Any] = {}
     for part in json_objects(answer):
         inner = part.get("message") or part.get(
             "response"
-        )  # Anthropic's first event; the last one of OpenAI's responses
+        )  # Anthropic's first event; the last event of OpenAI's responses
         for holder in (part, inner):
             usage = holder.get("usage") if isinstance(holder, dict) else None
-            if isinstance(usage, dict):  # later events repeat what they know better
+            if isinstance(usage, dict):  # later events are more accurate
                 fields |= {name: value for name, value in usage.items() if value is not None}
     cached = _number(fields, "cache_read_input_tokens")
-    if "cache_read_input_tokens" in fields or "cache_creation_input_tokens" in fields:  # Anthropic counts apart
+    if (
+        "cache_read_input_tokens" in fields or "cache_creation_input_tokens" in fields
+    ):  # Anthropic counts these separately
         prompt = _number(fields, "input_tokens") + cached + _number(fields, "cache_creation_input_tokens")
     else:
         prompt = _number(fields, "prompt_tokens") or _number(fields, "input_tokens")
@@ -155,13 +157,13 @@ def read_usage(answer: bytes) -> TokenUsage:
 
 
 def json_objects(answer: bytes) -> Iterator[dict[str, Any]]:
-    """The JSON objects of an answer: itself, or those of its events."""
+    """The JSON objects of an answer: the answer itself, or its events."""
     texts = [line[len(EVENT_DATA) :] for line in answer.splitlines() if line.startswith(EVENT_DATA)] or [answer]
     for text in texts:
         try:
             parsed = orjson.loads(text)
         except orjson.JSONDecodeError:
-            continue  # the end of a stream is no JSON
+            continue  # the end marker of a stream is not JSON
         if isinstance(parsed, dict):
             yield parsed
 

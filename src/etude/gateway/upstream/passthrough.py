@@ -1,18 +1,18 @@
-"""A server between harnesses and somebody else's API: it passes calls on and counts what they cost.
+"""A server between harnesses and an external API: it forwards calls and counts their cost.
 
     harness ──/s/SESSION/v1/…──▶ session's key? ──▶ Upstream, tried again while it is busy ──▶ answer, as it is
                                                           └─▶ CallRecord: status, seconds, tokens
 
-- consumes: calls of OpenAI's and Anthropic's APIs; a chat completion for Anthropic's API is translated
-- produces: answers; a record of each call in its session, and the words of each answered one; ``fault`` where no
-  further call can succeed
-- waits for: the API, of which one call may take ``CALL_S``, and pauses between tries, together at most ``RETRY_S``
+- consumes: calls of OpenAI's and Anthropic's APIs; chat completions for Anthropic's API are translated
+- produces: answers; a record of each call in its session, and the text of each answered call; ``fault`` if no further
+  call can succeed
+- waits for: the API, at most ``CALL_S`` per call, and pauses between attempts, at most ``RETRY_S`` in total
 - woken by: its answers
 - on shutdown: calls are cancelled
 
-Not the capture of training (:mod:`etude.gateway.capture`): tokens are what the API counts, and their ids are unknown.
-Implements what rollouts need of sessions, :class:`~etude.rollouts.worker.SessionOpener`: a session has a turn without
-tokens for each answered call.
+Separate from the capture for training (:mod:`etude.gateway.capture`): the API counts the tokens, and their ids are
+unknown. Implements the sessions that rollouts need, :class:`~etude.rollouts.worker.SessionOpener`: a session has a turn
+without tokens for each answered call.
 """
 
 import secrets
@@ -41,36 +41,36 @@ from etude.protocols import Clock, Session
 from etude.types import Finish, Turn
 
 BUSY = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
-"""Statuses that mean: later."""
+"""Statuses that call for a retry."""
 OK, UNAVAILABLE, BAD_GATEWAY, CLIENT_CLOSED = 200, 503, 502, 499
 REFUSED = frozenset({401, 403, 404})
-"""Statuses that no other call would fare better than: the key, or the name of the model, is wrong."""
+"""Statuses that every other call would get too: the key or the model name is wrong."""
 PAUSES = Backoff(first_s=0.5, longest_s=30.0, jitter=0.5)
-"""Between tries of one call."""
+"""Pauses between attempts of one call."""
 RETRY_S = 300.0
-"""Time after which a call that finds the API busy is given up; its rollout is tried again."""
+"""Time after which a call to a busy API fails; its rollout is retried."""
 UNREACHED_S = 30.0
 """The same for an API that was never reached: its URL is most likely wrong."""
 CALL_S = 600.0
-"""Longest time of one try."""
+"""Longest time of one attempt."""
 CONNECT_S = 15.0
 MAX_BODY_BYTES = 64 << 20
 SESSION_BYTES, KEY_BYTES = 8, 16
 QUOTED_CHARACTERS = 300
-"""Length of an API's words that are quoted."""
+"""Longest quotation from an API's answer."""
 JSON_TYPE, EVENTS_TYPE = "application/json", "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRecord:
-    """One call that is over."""
+    """One finished call."""
 
     status: int
-    """HTTP status that the harness was given; ``CLIENT_CLOSED``: it hung up."""
+    """HTTP status that the harness got; ``CLIENT_CLOSED``: it disconnected."""
     seconds: float
-    """From the request to the last byte, less :attr:`waited_s`."""
+    """From the request to the last byte, minus :attr:`waited_s`."""
     waited_s: float
-    """Tries that failed, and the pauses behind them."""
+    """Failed attempts, and the pauses after them."""
     usage: TokenUsage = field(default_factory=TokenUsage)
 
     @property
@@ -89,7 +89,7 @@ class UpstreamSession:
     under_way: int = 0
 
     def queue_time(self) -> dict[str, float | bool]:
-        """The answer of ``GET /v1/queue_time``: whether the model's service kept a harness waiting."""
+        """The answer to ``GET /v1/queue_time``: whether the model's service delayed a harness."""
         last = self.calls[-1] if self.calls else None
         return {
             "calls": self.under_way,
@@ -114,19 +114,19 @@ class UpstreamSession:
 
 @dataclass(frozen=True, slots=True)
 class _ApiAnswer:
-    """The API's answer to one try."""
+    """The API's answer to one attempt."""
 
     status: int
     body: bytes
     content_type: str
     retry_after: str | None = None
     is_lost: bool = False
-    """True if there was none: the connection failed."""
+    """True if there was no answer: the connection failed."""
 
 
 @final
 class Passthrough:
-    """Passes the calls of sessions on to one model; ``http`` stays the caller's."""
+    """Forwards the calls of sessions to one model; the caller owns ``http``."""
 
     def __init__(
         self, upstream: Upstream, http: aiohttp.ClientSession, clock: Clock, *, retry_s: float = RETRY_S
@@ -140,7 +140,7 @@ class Passthrough:
         self.url = ""
         """The URL at which its server listens."""
         self.fault: UserError | None = None
-        """Reason for which no call can succeed, as soon as it is known."""
+        """The reason why no call can succeed, once known."""
 
     def app(self) -> web.Application:
         """Its HTTP server."""
@@ -151,21 +151,21 @@ class Passthrough:
         return app
 
     def serves_at(self, url: str) -> None:
-        """Say at which URL its server listens."""
+        """Set the URL at which its server listens."""
         self.url = url
 
     async def open(self, *, min_version: int | None = None) -> Session:
-        """Start a session; ``min_version`` says nothing of a model that has no weight versions here."""
+        """Start a session; ``min_version`` is ignored, as the model has no weight versions here."""
         session_id, key = secrets.token_hex(SESSION_BYTES), secrets.token_urlsafe(KEY_BYTES)
         self._sessions[session_id] = UpstreamSession(key=key)
         return Session(session_id=session_id, base_url=f"{self.url}/s/{session_id}/v1", api_key=key)
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
-        """Refused: a conversation that is not ours cannot be gone through again."""
+        """Unsupported: an external model's conversation cannot be replayed."""
         raise SessionLost(f"session {session_id} is behind another API, which knows no forks")
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
-        """End a session; a turn without tokens for each call that was answered."""
+        """End a session; return a turn without tokens for each answered call."""
         session = self._sessions.pop(session_id, None)
         if session is None:
             raise SessionLost(f"there is no session {session_id} (any more)")
@@ -176,7 +176,7 @@ class Passthrough:
         self._sessions.pop(session_id, None)
 
     async def lost(self, session_id: str) -> NoReturn:
-        """Never: sessions are in this process."""
+        """Raise an error; sessions are in this process, so none can be lost."""
         await never()
 
     def session(self, session_id: str) -> UpstreamSession:
@@ -186,7 +186,7 @@ class Passthrough:
         return self._sessions[session_id]
 
     def _authenticated(self, request: web.Request) -> UpstreamSession | web.Response:
-        """The session whose key a request has, or the error that it is answered with."""
+        """The session whose key a request has, or the error response."""
         session = self._sessions.get(request.match_info["session"])
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if session is None:
@@ -207,7 +207,7 @@ class Passthrough:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
-        """Pass one call on, and record it however it ends."""
+        """Forward one call, and record it whatever its result."""
         session, path = self._authenticated(request), request.match_info["path"]
         if isinstance(session, web.Response):
             return session
@@ -233,7 +233,7 @@ class Passthrough:
         return self._response(answer, body, is_translated=sent_path != path)
 
     def _translated(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The path and the body that the API is asked with. Raises :class:`Untranslatable`."""
+        """The path and body to send to the API. Raises :class:`Untranslatable`."""
         if path not in PATHS:
             raise Untranslatable(f"/v1/{path} is not passed on: expected one of {', '.join(PATHS)}")
         if not isinstance(body, dict):
@@ -249,7 +249,7 @@ class Passthrough:
         return path, self._upstream.request(path, body)
 
     async def _answer(self, path: str, body: bytes) -> tuple[_ApiAnswer, float]:
-        """The API's answer, and the seconds of tries that failed and of pauses; it is asked again while it is busy."""
+        """The API's answer, and the seconds of failed attempts and pauses; a busy API is called again."""
         began_s, is_reached = self._clock.now(), self._has_answered
         for pause_s in PAUSES.delays():
             tried_s = self._clock.now()
@@ -279,10 +279,10 @@ class Passthrough:
             return _ApiAnswer(UNAVAILABLE, orjson.dumps(words), JSON_TYPE, is_lost=True)
 
     def _note_fault(self, path: str, answer: _ApiAnswer) -> None:
-        """Remember an answer that every other call would get, too: then it is of no use to go on.
+        """Record an answer that every other call would get too, so that continuing is useless.
 
-        So is none at all of an API that was never reached. A request that is refused for what it says is one of them
-        as long as none was ever answered.
+        No answer at all from an API that was never reached counts as well. So does a request that is rejected for its
+        content, as long as no call was ever answered.
         """
         if answer.is_lost and not self._has_answered and self.fault is None:
             message = orjson.loads(answer.body)["error"]["message"]
@@ -298,7 +298,7 @@ class Passthrough:
                 )
 
     def _response(self, answer: _ApiAnswer, body: Mapping[str, Any], *, is_translated: bool) -> web.Response:
-        """The harness's answer. A stream is handed on when it is whole: nobody looks on."""
+        """The harness's answer. A stream is forwarded only once it is complete: no one watches it."""
         if answer.status != OK:
             words = (
                 orjson.dumps(error_of(answer.body)) if self._upstream.api == "openai" or is_translated else answer.body
@@ -316,7 +316,7 @@ class Passthrough:
 
 
 def _empty_turn() -> Turn:
-    """A turn whose tokens nobody knows."""
+    """A turn with unknown tokens."""
     nothing = np.zeros(0, np.int32)
     return Turn(
         prompt_ids=nothing,
@@ -328,13 +328,13 @@ def _empty_turn() -> Turn:
 
 
 def _api_error(status: int, message: str, code: str) -> web.Response:
-    """An error of ours, in OpenAI's form."""
+    """An error of this server, in OpenAI's format."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     return web.json_response({"error": error}, status=status)
 
 
 def _seconds(retry_after: str | None) -> float:
-    """The header's value if it is a number of seconds."""
+    """The header's value if it is a number of seconds, else 0."""
     try:
         return max(0.0, float(retry_after or 0.0))
     except ValueError:

@@ -1,10 +1,10 @@
-"""OpenAI's chat completions in terms of Anthropic's messages: requests one way, answers the other. Pure.
+"""Translation of OpenAI's chat completions to Anthropic's messages, and of the answers back. Pure.
 
     harness ──chat completion──▶ request_of ──▶ Anthropic's API ──message──▶ answer_of ──chat completion──▶ harness
 
-So any harness that speaks the one can be tried with a model that is only behind the other. Text, tools and their
-results are translated; what has no counterpart there (several choices, logprobs, a format of answers) is refused by
-name, never left out in silence.
+It lets a harness for one API use a model that is available only in the other. Text, tools and their results are
+translated; unsupported features (several choices, logprobs, response formats) are rejected by name, never dropped
+silently.
 """
 
 import json
@@ -17,7 +17,7 @@ import orjson
 from etude.types import Json
 
 MAX_TOKENS = 4096
-"""Sampled tokens of a call that names no limit: Anthropic's API asks for one."""
+"""Sampled tokens of a call without a limit: Anthropic's API requires one."""
 FINISHES: Mapping[str, str] = {"max_tokens": "length", "tool_use": "tool_calls", "refusal": "content_filter"}
 """Anthropic's reason → OpenAI's; any other is ``stop``."""
 TAKEN = frozenset(
@@ -26,23 +26,23 @@ TAKEN = frozenset(
         *("tools", "tool_choice", "stream_options", "user", "metadata", "parallel_tool_calls", "n"),
     }
 )
-"""Fields of a chat completion that are translated, or ask for nothing."""
+"""Fields of a chat completion that are translated, or have no effect."""
 TOO_LONG = ("prompt is too long", "context window", "context length", "maximum context")
-"""Words of an API that has no room for a conversation."""
+"""Phrases by which an API reports that a conversation is too long."""
 CONTEXT_CODE = "context_length_exceeded"
-"""OpenAI's code for that."""
+"""OpenAI's code for a conversation that is too long."""
 
 
 MISFITS = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
-"""Errors of a field that is missing or of another type."""
+"""Errors from a field that is missing or has the wrong type."""
 
 
 class Untranslatable(Exception):
-    """A request asks for what Anthropic's API has not, or one side is not of its API; the message says which field."""
+    """A request that Anthropic's API cannot express, or data that violates its API; the message names the field."""
 
 
 def request_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Anthropic's request for a chat completion's. Raises :class:`Untranslatable`."""
+    """Anthropic's request for a chat completion request. Raises :class:`Untranslatable`."""
     try:
         return _request_of(body)
     except MISFITS as error:
@@ -50,7 +50,7 @@ def request_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completion_of(answer: bytes, *, stream: bool) -> bytes:
-    """The chat completion of an answer of Anthropic's, or a stream of it. Raises :class:`Untranslatable`."""
+    """The chat completion for Anthropic's answer, whole or as a stream. Raises :class:`Untranslatable`."""
     try:
         completion = answer_of(orjson.loads(answer))
         return events_of(completion) if stream else orjson.dumps(completion)
@@ -81,7 +81,7 @@ def _request_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat completion of a message of Anthropic's."""
+    """The chat completion for one of Anthropic's messages."""
     blocks = message.get("content", [])
     calls = [
         {
@@ -120,7 +120,7 @@ def answer_of(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def events_of(completion: Mapping[str, Any]) -> bytes:
-    """A whole chat completion as a stream of events, for a harness that asked for one."""
+    """A whole chat completion as a stream of events, for a harness that requested one."""
     (choice,) = completion["choices"]
     calls = [{"index": index, **call} for index, call in enumerate(choice["message"].get("tool_calls", ()))]
     head = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
@@ -134,7 +134,7 @@ def events_of(completion: Mapping[str, Any]) -> bytes:
 
 
 def error_of(body: bytes) -> dict[str, Json]:
-    """An API's error in OpenAI's form, with the code of a conversation that is too long where its words say so."""
+    """An API's error in OpenAI's format, with the code for a conversation that is too long if its text says so."""
     try:
         error = orjson.loads(body)["error"]
         message, code = str(error["message"]), error.get("code") or error.get("type")
@@ -146,7 +146,7 @@ def error_of(body: bytes) -> dict[str, Json]:
 
 
 def _messages(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """The system text, and the other messages with those of one role in a row made one."""
+    """The system text, and the other messages, merged where adjacent ones have the same role."""
     system = "\n\n".join(_text(each) for each in messages if each["role"] in ("system", "developer"))
     merged: list[dict[str, Any]] = []
     for each in messages:
@@ -162,7 +162,7 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str
 
 
 def _blocks(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The blocks of one message; there is no empty text among them, which Anthropic's API refuses."""
+    """The blocks of one message, without empty texts, which Anthropic's API rejects."""
     text = _text(message)
     if message["role"] == "tool":
         yield {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": text}

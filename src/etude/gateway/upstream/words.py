@@ -1,11 +1,11 @@
-"""The words of calls of somebody else's API, for judges and people: what was new to the model in each, and its reply.
+"""The text of calls of an external API, for judges and people: the new input of each call, and its reply.
 
     request   system, user, reply, tool's result     ──▶ heard: the messages that its conversation did not have yet
     answer    whole, or a stream of events           ──▶ text:  words, and tools that it calls: `name {"argument": 1}`
     both                                             ──▶ and the call that it goes on from, by their beginnings
 
-Reads what OpenAI's chat completions, completions and responses and Anthropic's messages look like; what has no words,
-such as an image, is named. Pure.
+Parses OpenAI's chat completions, completions and responses and Anthropic's messages; content without text, such as an
+image, is named. Pure.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,36 +20,36 @@ from etude.protocols import SpokenCall
 REPLY = "assistant"
 """Role of the model's messages."""
 DEEPEST = 8
-"""Results of tools inside of one another, of which there are words."""
+"""Deepest nesting of tool results whose text is extracted."""
 REPLIED = ("function_call", "reasoning")
-"""Types of items without a role that are the model's."""
+"""Types of items without a role that the model wrote."""
 
 Words: TypeAlias = tuple[str, str]
-"""Role and words of a message: all by which two are the same, since marks of caches move from call to call."""
+"""Role and text of a message; messages that agree in both are equal, since cache markers move between calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallContext:
-    """The context of a call, and its reply's name."""
+    """The context of a call, and its reply's id."""
 
     messages: list[Words]
     conversation: int
-    """The call that its conversation began with."""
+    """The first call of its conversation."""
     response_id: str
-    """Name of the reply, by which an API that keeps histories itself is asked to go on from it; empty: it has none."""
+    """Id of the reply, by which an API that stores histories can continue it; empty for none."""
 
 
 @dataclass(slots=True)
 class CallTranscript:
-    """The answered calls of a session in words, each with the one that it goes on from: agents that call side by side
-    are conversations of their own.
+    """The answered calls of a session as text, each with the call that it continues: agents that call in parallel are
+    separate conversations.
     """
 
     calls: list[SpokenCall] = field(default_factory=list)
     _contexts: list[_CallContext] = field(default_factory=list)
 
     def add(self, request: Mapping[str, Any], answer: bytes) -> None:
-        """Add a call, both sides as the API has them. What cannot be read has no words."""
+        """Add a call, request and answer in the API's format. Unreadable parts have no text."""
         messages = [(_role(message), _text(message)) for message in _messages(request)]
         before, shared = self._continued(messages), 0
         if named := request.get("previous_response_id"):
@@ -68,8 +68,8 @@ class CallTranscript:
         self._contexts.append(context)
 
     def _continued(self, messages: Sequence[Words]) -> int | None:
-        """The call that a context goes on from: it begins with that one's context, and then comes a reply. Of several
-        the longest context, then the one whose reply has these words, then the newest.
+        """The call that a context continues: the context begins with that call's context, followed by a reply. Of
+        several, the longest context wins, then the one whose reply has this text, then the newest.
         """
 
         def rank(index: int) -> tuple[int, bool, int]:
@@ -86,7 +86,7 @@ class CallTranscript:
         return max(fitting, key=rank, default=None)
 
     def _shared(self, messages: Sequence[Words], conversation: int) -> int:
-        """Messages at the beginning that a conversation had already, and the reply behind them."""
+        """Number of leading messages that a conversation had already, including the reply after them."""
         earlier = (context.messages for context in self._contexts if context.conversation == conversation)
         shared = max(_common(messages, each) for each in earlier)
         while shared < len(messages) and messages[shared][0] == REPLY:
@@ -95,7 +95,7 @@ class CallTranscript:
 
 
 def _messages(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """All that a request asks with, in order."""
+    """All input messages of a request, in order."""
     for name in ("system", "instructions"):
         if request.get(name):
             yield {"role": "system", "content": request[name]}
@@ -106,7 +106,7 @@ def _messages(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _common(messages: Sequence[Words], earlier: Sequence[Words]) -> int:
-    """Messages with which both begin."""
+    """Number of leading messages that both share."""
     for number, (one, other) in enumerate(zip(messages, earlier, strict=False)):
         if one != other:
             return number
@@ -114,12 +114,12 @@ def _common(messages: Sequence[Words], earlier: Sequence[Words]) -> int:
 
 
 def _role(message: Mapping[str, Any]) -> str:
-    """The role of a message; items of a reply have a type in place of one."""
+    """The role of a message; items of a reply have a type instead."""
     return str(message.get("role") or (REPLY if message.get("type") in REPLIED else message.get("type") or ""))
 
 
 def _response_id(answer: bytes) -> str:
-    """The name of a reply, whole or streamed."""
+    """The id of a reply, whole or streamed."""
     parts = (part.get("response") or part for part in json_objects(answer))
     return next((str(part["id"]) for part in parts if isinstance(part, dict) and part.get("id")), "")
 
@@ -128,7 +128,7 @@ def _reply(answer: bytes) -> str:
     """The reply in an answer, or in all events of a stream."""
     chunks: list[str] = []
     for part in json_objects(answer):
-        if isinstance(whole := part.get("response"), dict):  # an event about all that there is so far
+        if isinstance(whole := part.get("response"), dict):  # an event with the whole response so far
             if whole.get("output"):
                 chunks = [_text({"content": whole["output"]})]
         elif choices := part.get("choices"):
@@ -145,7 +145,7 @@ def _reply(answer: bytes) -> str:
 
 
 def _text(message: Mapping[str, Any], depth: int = 0) -> str:
-    """The words of a message: its text, the tools that it calls, the results of tools."""
+    """The text of a message: its own text, the tool calls, the results of tools."""
     calls = _tables(each.get("function") for each in _tables(message.get("tool_calls")))
     parts = message.get("content", message.get("output"))
     texts = [parts] if isinstance(parts, str) else [_part(each, depth) for each in _tables(parts)]
@@ -155,7 +155,7 @@ def _text(message: Mapping[str, Any], depth: int = 0) -> str:
 
 
 def _tables(values: object) -> Iterator[Mapping[str, Any]]:
-    """The objects among some values; none of what is no list."""
+    """The objects among some values; empty if ``values`` is not a list."""
     if isinstance(values, Iterable) and not isinstance(values, str | Mapping):
         yield from (value for value in values if isinstance(value, dict))
 
@@ -175,11 +175,11 @@ def _part(part: Mapping[str, Any], depth: int) -> str:
 
 
 def _call(call: Mapping[str, Any], arguments: str) -> str:
-    """``name {"argument": 1}``; of a stream's later chunks the arguments alone."""
+    """``name {"argument": 1}``; for later chunks of a stream, the arguments alone."""
     given = call.get(arguments)
     try:
         text = given if isinstance(given, str) else "" if given is None else orjson.dumps(given).decode()
-    except TypeError:  # orjson reads what is nested deeper than it writes
+    except TypeError:  # orjson parses deeper nesting than it writes
         text = ""
     name = call.get("name")
     return f"{name} {text}" if name else text

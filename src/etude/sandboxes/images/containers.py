@@ -4,14 +4,14 @@
     registry, archive, layout folder ──skopeo copy──┴▶ manifest, config, blobs ──tar──▶ layers ──▶ Image
 
 Both programs read the user's own settings: registries.conf, storage.conf, and the credentials that `podman login`
-keeps in ``REGISTRY_AUTH_FILE``; none of them is read, printed or stored here. A blob is unpacked once, whatever the
-number of images that have it. Owners are kept, which takes root; extended attributes and devices are left out. An image
-whose user is root is for the user ``agent`` all the same, who is named in its ``/etc/passwd``; the working folder and
-the home are the user's, whoever made them. ``CMD`` is not run: sandboxes run what a harness says.
+stores in ``REGISTRY_AUTH_FILE``; étude never reads, prints or stores these. A blob is unpacked once, however many
+images share it. Owners are preserved, which needs root; extended attributes and devices are dropped. An image whose
+user is root nevertheless runs as the user ``agent``, which is added to its ``/etc/passwd``; the working folder and the
+home belong to the user. ``CMD`` is not run: the harness decides what runs.
 
-A service has an image of its own, and its root is a folder of the sandbox's (``Image.services``): its blobs are
-unpacked below that folder, into layers like any others, so that each provider shows, limits, copies and forks them as
-it does all files. There ``CMD`` counts, and root is root.
+A service has its own image, and its root is a folder of the sandbox (``Image.services``): its blobs are unpacked below
+that folder, into ordinary layers, so that each provider shows, limits, copies and forks them like all files. For
+services, ``CMD`` is run and root stays root.
 """
 
 import hashlib
@@ -36,60 +36,60 @@ from etude.sandboxes.images.store import ImageStore, settle
 from etude.sandboxes.ns.root import HOSTNAME, hosts_text
 
 TRANSPORTS = ("docker:", "docker-archive:", "oci:", "oci-archive:", "containers-storage:")
-"""Prefixes of references that skopeo is given as they are."""
+"""Prefixes of references that are passed to skopeo unchanged."""
 FETCH_TIMEOUT_S = 3600.0
-"""For podman or skopeo."""
+"""Timeout of podman or skopeo."""
 UNPACK_TIMEOUT_S = 1800.0
-"""For one blob."""
+"""Timeout for one blob."""
 LOG_CHARACTERS = 2000
-"""Characters of a failed program's log, in the error."""
+"""Characters of a failed program's log in the error."""
 USERS = range(1, 65534)
-"""Numbers of users that commands may run as: a sandbox has 65,536, of which the last two are not the image's."""
+"""User numbers that commands may have: a sandbox has 65,536, the last two of which are not the image's."""
 WHITEOUT, OPAQUE, IGNORED = ".wh.", ".wh..wh..opq", ".wh..wh."
-"""Names in a blob that say what is removed from those below. Source: https://github.com/opencontainers/image-spec."""
+"""Names in a blob that mark removed files of lower layers. Source: https://github.com/opencontainers/image-spec."""
 SYSTEM = ("usr", "bin", "sbin", "lib", "etc", "dev", "proc", "sys", "root")
-"""Folders in which users of Debian's own have their homes, which become nobody's."""
+"""Folders that are homes of Debian's system users; they are never given to a user."""
 SECOND_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOrder:
-    """A service that is to be added to an image, and what comes in place of what its own image says."""
+    """A service to add to an image, and the settings that override its own image's."""
 
     name: str
     source: str
-    """The image, as for :func:`add_image`."""
+    """The image, in the form of :func:`add_image`."""
     dockerfile: str = "Dockerfile"
-    """Name in a folder that is built."""
+    """Name of the Dockerfile in a folder to build."""
     entrypoint: tuple[str, ...] | None = None
     command: tuple[str, ...] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Comes over the image's."""
+    """Overrides the image's variables."""
     workdir: str = ""
     user: str = ""
     healthchecks: tuple[Healthcheck, ...] = ()
     folders: tuple[str, ...] = ()
-    """Folders that are made where its root has none."""
+    """Folders to create in its root if missing."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Place in its root → file or folder that is copied there."""
+    """Path in its root → file or folder to copy there."""
     names: tuple[str, ...] = ()
-    """Names that lead to the sandbox's loopback."""
+    """Names that resolve to the sandbox's loopback."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """An image in a folder, as skopeo's transport ``dir`` writes it."""
+    """An image in a folder, in the format of skopeo's transport ``dir``."""
 
     folder: Path
 
     @property
     def digest(self) -> str:
-        """The digest of its manifest, by which registries know it."""
+        """The digest of its manifest, which identifies it in registries."""
         return "sha256:" + hashlib.sha256((self.folder / "manifest.json").read_bytes()).hexdigest()
 
     @property
     def blobs(self) -> Sequence[Path]:
-        """Its layers, lowest first; one that comes twice, at its last place."""
+        """Its layers, lowest first; a duplicate only at its last position."""
         with _readable(self.folder):
             manifest = json.loads((self.folder / "manifest.json").read_bytes())
             return [*dict.fromkeys(self._blob(layer) for layer in reversed(manifest["layers"]))][::-1]
@@ -113,7 +113,7 @@ class _Fetched:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Raise :class:`~etude.errors.SandboxError` for what comes of a manifest or settings that are none."""
+    """Raise :class:`~etude.errors.SandboxError` for errors caused by an invalid manifest or config."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -129,15 +129,14 @@ def add_image(
     user: str = "",
     timeout_s: float = FETCH_TIMEOUT_S,
 ) -> Image:
-    """Fetch or build an image into the store, called by the digest of its manifest and by ``name``.
+    """Fetch or build an image into the store, named by the digest of its manifest and by ``name``.
 
-    ``source`` is a folder with a Dockerfile, a registry's reference (``debian:12``, ``host:5000/a/b@sha256:…``), the
-    file of an archive or an OCI layout folder, either with ``@sha256:…`` behind it to be sure of the image, or anything
-    that skopeo takes. ``workdir`` and ``user`` come in place of the image's own.
+    ``source`` is a folder with a Dockerfile, a registry reference (``debian:12``, ``host:5000/a/b@sha256:…``), an
+    archive file or an OCI layout folder, either with an optional ``@sha256:…`` to verify the image, or anything that
+    skopeo accepts. ``workdir`` and ``user`` override the image's own.
 
-    Raises :class:`~etude.errors.ConfigError` where a program is missing or the image is of a kind that no sandbox runs,
-    :class:`~etude.errors.SandboxError` with a program's log when it cannot be had, ``TimeoutError`` after
-    ``timeout_s``.
+    Raises :class:`~etude.errors.ConfigError` if a program is missing or no sandbox can run this kind of image,
+    :class:`~etude.errors.SandboxError` with a program's log if it fails, ``TimeoutError`` after ``timeout_s``.
     """
     if os.geteuid() != 0:
         raise ConfigError(f"{source}: an image of a container keeps the owners of its files, which takes root")
@@ -151,7 +150,7 @@ def add_image(
 def add_services(
     store: ImageStore, image: Image, orders: Sequence[ServiceOrder], *, name: str = "", timeout_s: float
 ) -> Image:
-    """Store ``image`` with services, which are started in the order that is given; ``timeout_s`` is for each.
+    """Store ``image`` with services, which start in the given order; ``timeout_s`` applies to each.
 
     Same errors as :func:`add_image`.
     """
@@ -166,7 +165,7 @@ def add_services(
 
 @contextmanager
 def _fetch(store: ImageStore, source: str, timeout_s: float, dockerfile: str = "Dockerfile") -> Iterator[_Fetched]:
-    """Build or fetch an image into a folder that is there for the block, with room beside it."""
+    """Build or fetch an image into a folder that exists for the block, with space for temporary files."""
     with store.incoming() as folder:
         fetched = _Fetched(folder / "fetched")
         recipe = Path(source) / dockerfile
@@ -185,9 +184,9 @@ def _fetch(store: ImageStore, source: str, timeout_s: float, dockerfile: str = "
 
 
 def reference_of(reference: str) -> tuple[str, str]:
-    """A reference as skopeo has it, and the digest that a file or folder of it must have.
+    """A reference in skopeo's format, and the digest that a referenced file or folder must have.
 
-    Raises :class:`~etude.errors.ConfigError` for a file that is no archive and a folder that is no layout.
+    Raises :class:`~etude.errors.ConfigError` for a file that is not an archive or a folder that is not a layout.
     """
     if reference.startswith(TRANSPORTS):
         return reference, ""
@@ -212,9 +211,9 @@ def reference_of(reference: str) -> tuple[str, str]:
 
 
 def _run(argv: Sequence[str], timeout_s: float, what: str) -> None:
-    """Run podman, skopeo or tar. ``TimeoutError`` after ``timeout_s``, when all that it started is killed.
+    """Run podman, skopeo or tar. ``TimeoutError`` after ``timeout_s``; all started processes are then killed.
 
-    Raises :class:`~etude.errors.ConfigError` where it is missing, :class:`~etude.errors.SandboxError` with its log.
+    Raises :class:`~etude.errors.ConfigError` if it is missing, :class:`~etude.errors.SandboxError` with its log.
     """
     if shutil.which(argv[0]) is None:
         raise ConfigError(f"{what} needs {argv[0]!r}: on Debian or Ubuntu, apt-get install {argv[0]}")
@@ -234,7 +233,7 @@ def _run(argv: Sequence[str], timeout_s: float, what: str) -> None:
 
 
 def _store_image(store: ImageStore, fetched: _Fetched, folder: Path, workdir: str, user: str) -> Image:
-    """Unpack what is not there yet; ``folder`` is for what is on the way."""
+    """Unpack and store missing layers, and the image; ``folder`` is for temporary files."""
     config = fetched.config
     blobs = fetched.blobs
     trees = [_known_tree(store, blob) or _unpack(blob, folder / f"tree-{blob.name}") for blob in blobs]
@@ -256,7 +255,7 @@ def _store_image(store: ImageStore, fetched: _Fetched, folder: Path, workdir: st
 
 
 def _known_tree(store: ImageStore, blob: Path) -> Path | None:
-    """The layer of a blob that was unpacked for another image."""
+    """The layer of a blob that was unpacked earlier for another image, if any."""
     for note in (store.folder / "blobs").glob(f"{blob.name}*"):
         if (layer := store.layer(note.read_text(encoding="ascii"))).is_dir():
             return layer
@@ -264,7 +263,7 @@ def _known_tree(store: ImageStore, blob: Path) -> Path | None:
 
 
 def _store_layer(store: ImageStore, blob: Path, tree: Path, image: Image, folder: Path) -> str:
-    """The digest of a blob's layer, in which what is in the user's places is the user's."""
+    """The digest of a blob's layer, in which the user's folders belong to the user."""
     inside = places_in(tree, (image.workdir, image.user.home))
     variant = hashlib.sha256(repr((image.user, inside)).encode()).hexdigest()[:16] if inside else ""
     note = store.folder / "blobs" / f"{blob.name}{variant}"
@@ -320,7 +319,7 @@ def _store_service(store: ImageStore, fetched: _Fetched, order: ServiceOrder) ->
 
 
 def _store_below(store: ImageStore, blob: Path, place: str, folder: Path) -> str:
-    """The digest of the layer that has a blob below a place."""
+    """The digest of the layer that holds a blob below a path."""
     note = store.folder / "blobs" / f"service-{PurePosixPath(place).name}-{blob.name}"
     if note.is_file() and store.layer(digest := note.read_text(encoding="ascii")).is_dir():
         return digest
@@ -334,13 +333,13 @@ def _store_below(store: ImageStore, blob: Path, place: str, folder: Path) -> str
 
 
 def _make_folders_above(root: Path) -> None:
-    """Make the two folders above a service's root, of which no user but root may enter the lower one."""
+    """Make the two parent folders of a service's root; only root may enter the lower one."""
     root.parent.parent.mkdir(mode=0o755)
     root.parent.mkdir(mode=0o700)
 
 
 class _OwnFiles:
-    """The layer with what étude puts into a service's root, over its image's trees; no link is followed."""
+    """The layer with étude's own files for a service's root, above its image's trees; links are never followed."""
 
     def __init__(self, root: Path, trees: Sequence[Path], what: str) -> None:
         self._root = root
@@ -348,7 +347,7 @@ class _OwnFiles:
         self._what = what
 
     def add_folder(self, path: str) -> None:
-        """Make a folder that is not there; ``/tmp`` is for everybody."""
+        """Make a missing folder; ``/tmp`` is writable for everyone."""
         place = path.strip("/")
         if place and self._below(place) is None:
             folder = self._parent(place) / PurePosixPath(place).name
@@ -356,13 +355,13 @@ class _OwnFiles:
             folder.chmod(0o1777 if path == "/tmp" else 0o755)
 
     def add_text(self, path: str, text: str) -> None:
-        """Put a file in place of what is there."""
+        """Write a file, replacing an existing one."""
         file = self._parent(path.strip("/")) / PurePosixPath(path).name
         file.write_text(text, encoding="utf-8")
         file.chmod(0o644)
 
     def add_copy(self, path: str, source: Path) -> None:
-        """Put a copy of a file or folder in place of what is there. Raises ``ConfigError`` if there is no such file."""
+        """Copy a file or folder, replacing an existing one. Raises ``ConfigError`` if ``source`` does not exist."""
         if not source.exists():
             raise ConfigError(f"{self._what} is to see {source} at {path}: there is no such file or folder")
         target = self._parent(path.strip("/")) / PurePosixPath(path).name
@@ -373,7 +372,7 @@ class _OwnFiles:
             shutil.copy(source, target)
 
     def _parent(self, place: str) -> Path:
-        """The folder above a place, made with those above it as the image has them."""
+        """The parent folder of a path, created with its own parents as in the image."""
         self._below(place)
         for part in [*reversed(PurePosixPath(place).parents)][1:]:
             below, folder = self._below(str(part)), self._root / part
@@ -385,7 +384,9 @@ class _OwnFiles:
         return (self._root / place).parent
 
     def _below(self, place: str) -> Path | None:
-        """The image's file or folder at a place. Raises :class:`~etude.errors.ConfigError` where links lead there."""
+        """The image's file or folder at a path. Raises :class:`~etude.errors.ConfigError` if the path
+        contains links.
+        """
         if any(link := first_link(tree, place) for tree in (*self._trees, self._root)):
             raise ConfigError(f"{self._what} has a link at {link}, where {place} is expected: name the place itself")
         return _topmost(self._trees, place)
@@ -406,13 +407,13 @@ def _settle_layer(store: ImageStore, tree: Path) -> str:
 
 
 def _unpack(blob: Path, tree: Path) -> Path:
-    """Unpack a blob into a new folder, as overlayfs has a layer."""
+    """Unpack a blob into a new folder, in overlayfs's layer format."""
     tree.mkdir(mode=0o755)
     argv = ["tar", "--extract", "--preserve-permissions", "--numeric-owner", f"--file={blob}", f"--directory={tree}"]
     _run(argv, UNPACK_TIMEOUT_S, f"the blob {blob.name}")
     for path in list(paths_below(tree)):
         if not os.path.lexists(path):
-            continue  # what it was in is removed
+            continue  # its parent was removed
         kind = stat.S_IFMT(path.lstat().st_mode)
         if path.name == OPAQUE:
             os.setxattr(path.parent, "user.overlay.opaque", b"y")
@@ -425,7 +426,7 @@ def _unpack(blob: Path, tree: Path) -> Path:
 
 
 def _hide(folder: Path, name: str) -> None:
-    """Hide what layers below have under a name; what this one has there stays."""
+    """Hide what lower layers have under a name; what this layer has stays."""
     if name in ("", ".", ".."):
         raise SandboxError(f"a layer removes {name!r} in {folder.name}: it is damaged, or an attack")
     path = folder / name
@@ -436,7 +437,7 @@ def _hide(folder: Path, name: str) -> None:
 
 
 def _topmost(trees: Sequence[Path], path: str) -> Path | None:
-    """The file, folder or link that layers over each other show at a path that leads through no link."""
+    """The file, folder or link that stacked layers show at a path, if the path contains no links."""
     for tree in reversed(trees):
         place = tree / path
         if first_link(tree, path) not in (None, f"/{path}"):
@@ -451,7 +452,7 @@ def _topmost(trees: Sequence[Path], path: str) -> Path | None:
 
 
 def _rows(trees: Sequence[Path], path: str) -> list[list[str]]:
-    """The rows of ``/etc/passwd`` or ``/etc/group``; none where there is no such file."""
+    """The rows of ``/etc/passwd`` or ``/etc/group``; empty if there is no such file."""
     file = _topmost(trees, path)
     if file is None or file.is_symlink() or not file.is_file():
         return []
@@ -459,7 +460,7 @@ def _rows(trees: Sequence[Path], path: str) -> list[list[str]]:
 
 
 def _user(text: str, trees: Sequence[Path]) -> ImageUser:
-    """The user that a config names. Raises :class:`~etude.errors.ConfigError` for one that no sandbox can have."""
+    """The user that a config names. Raises :class:`~etude.errors.ConfigError` for a user that no sandbox can have."""
     name = text.partition(":")[0]
     if name in ("", "root", "0") or (name == "agent" and not _passwd_rows(name, trees)):
         return ImageUser()
@@ -490,7 +491,7 @@ def _account(text: str, trees: Sequence[Path]) -> tuple[int, int, str]:
 
 
 def _accounts(trees: Sequence[Path], user: ImageUser, tree: Path) -> Path | None:
-    """A layer that names the user and the machine, made in ``tree``; ``None`` where the image does."""
+    """A layer that adds the user and the host name, made in ``tree``; ``None`` if the image has them."""
     texts: dict[str, str] = {}
     for path, number, rest in (
         ("etc/passwd", user.uid, f":{user.gid}::{user.home}:/bin/sh"),
@@ -510,7 +511,7 @@ def _accounts(trees: Sequence[Path], user: ImageUser, tree: Path) -> Path | None
 
 
 def _environment(lines: Sequence[str]) -> dict[str, str]:
-    """Variables of a config; a ``PATH`` of the usual folders is left to the sandbox, which knows what it is shown."""
+    """Variables of a config, except a ``PATH`` of the usual folders: the sandbox sets a better one."""
     variables = dict(line.split("=", 1) for line in lines if "=" in line)
     if {*variables.get("PATH", "").split(":")} <= {*SEARCH_FOLDERS}:
         variables.pop("PATH", None)

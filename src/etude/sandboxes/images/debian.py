@@ -7,9 +7,9 @@
       initramfs        busybox, the kernel modules of virtio disks and ports, and a script that starts the agent
       made.json        what it was made from: inputs, their digest, every package with its version
 
-``mmdebstrap`` does the work, as root or, where user namespaces and ``/etc/subuid`` allow, as anybody. A base is built
-beside its place and moved there when it is whole. What comes out depends on the suite, the mirror and the packages; the
-versions are those that the mirror has that day, so for the same bytes again name a snapshot mirror.
+``mmdebstrap`` does the work, as root or, if user namespaces and ``/etc/subuid`` allow it, as any user. A base is built
+in a temporary folder and moved into place when complete. The result depends on the suite, the mirror and the packages;
+versions are the mirror's current ones, so for reproducible bytes name a snapshot mirror.
 """
 
 import fcntl
@@ -37,13 +37,13 @@ SECURITY_MIRROR = "http://deb.debian.org/debian-security"
 PACKAGES = ("python3", "python3-pip", "python3-venv", "python-is-python3", "git", "procps", "ca-certificates", "passwd")
 """Packages of every base: agents' commands need them."""
 BOOT_PACKAGES = ("linux-image-cloud-amd64", "busybox-static")
-"""Unpacked for their files, not installed."""
+"""Packages that are unpacked for their files, not installed."""
 TRIMMED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/info/*", "/usr/share/locale/*", "/usr/share/lintian/*")
 LEFTOVERS = ("var/cache", "var/log", "var/lib/apt/lists", "boot-packages")
-"""Emptied: no command needs it, and it differs from day to day."""
+"""Folders that are emptied: no command needs them, and they differ from day to day."""
 BUILD_TIMEOUT_S = 1800.0
 EPOCH = "1700000000"
-"""Time of all that is made during the build."""
+"""Time of all files made during the build."""
 FETCH_BOOT = (
     'set -e; mkdir "$1/boot-packages"; cd "$1/boot-packages"; export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"; '
     "kernel=$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/.*Depends: \\(linux-image-[0-9].*\\)/\\1/p'); "
@@ -65,7 +65,7 @@ class BaseRecipe:
 
     name: str = "debian"
     packages: tuple[str, ...] = ()
-    """Beside ``PACKAGES``: ``postgresql``, ``redis-server``, ``gcc`` and whatever else Debian has."""
+    """In addition to ``PACKAGES``: ``postgresql``, ``redis-server``, ``gcc`` or any other Debian package."""
     suite: str = SUITE
     mirror: str = MIRROR
 
@@ -111,7 +111,7 @@ class Base:
 
     @property
     def initramfs(self) -> Path:
-        """A cpio archive, which starts what a second one after it brings."""
+        """A cpio archive that starts the content of a second archive after it."""
         return self.folder / "initramfs"
 
 

@@ -1,9 +1,9 @@
-"""Directory trees as layers: what one consists of, its digest, and how it is copied and removed.
+"""Directory trees as layers: their content, their digest, and how they are copied and removed.
 
-A layer holds folders, plain files, symbolic links and overlayfs whiteouts (character devices 0:0, and folders with the
-attribute ``user.overlay.opaque``); sockets, pipes and devices are refused. Everything in one that was made on this
-machine belongs to root or to the agent; one of a container's image keeps its owners. Owns the digest; where layers are
-kept is :mod:`etude.sandboxes.images.store`'s.
+A layer holds folders, regular files, symbolic links and overlayfs whiteouts (character devices 0:0, and folders with
+the attribute ``user.overlay.opaque``); sockets, pipes and devices are rejected. Everything in a layer made on this
+machine belongs to root or to the agent; a layer of a container image keeps its owners. Owns the digest;
+:mod:`etude.sandboxes.images.store` stores layers.
 """
 
 import hashlib
@@ -18,39 +18,39 @@ from pathlib import Path, PurePosixPath
 from etude.sandbox_spec import WORKDIR, ImageUser
 
 AGENT = 1000
-"""User and group that commands run as, inside."""
+"""User and group that commands run as inside a sandbox."""
 HOME = "/home/agent"
 """The agent's home, inside."""
 OWNED = (WORKDIR, HOME)
-"""Places that belong to the agent with all that is in them, whatever the tree's owner on this machine."""
+"""Paths that belong to the agent with their content, whatever the tree's owner on this machine."""
 WHITEOUT_XATTRS = ("user.overlay.opaque",)
-"""Attributes that say something about a layer; all others are dropped."""
+"""Extended attributes that are part of a layer; all others are dropped."""
 PATH_LIMIT_BYTES = 3500
-"""Longest path inside of a layer; Linux takes 4,096 bytes together with the folders of the store above it."""
+"""Longest path inside a layer; Linux allows 4,096 bytes including the store's own folders."""
 CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeEntry:
-    """One thing in a layer."""
+    """One file, folder or link in a layer."""
 
     path: str
-    """From ``/``, without a leading slash; undecodable bytes as surrogates."""
+    """Path from ``/``, without a leading slash; undecodable bytes as surrogates."""
     status: os.stat_result
     user: int
     group: int
 
     @property
     def mode(self) -> int:
-        """Permission bits with set-user, set-group and sticky."""
+        """Permission bits with set-user, set-group and sticky bits."""
         return stat.S_IMODE(self.status.st_mode)
 
 
 def entries(tree: Path, owned: Sequence[str] | None = OWNED) -> Iterator[TreeEntry]:
-    """All that is below ``tree``, folders before their contents, in the order of their paths' bytes.
+    """All entries below ``tree``, folders before their content, ordered by the bytes of their paths.
 
-    What is below the places ``owned`` is the agent's, and so is what belongs to user 1000 of this machine, else root's;
-    with ``None`` owners are as they are. Raises ``ValueError`` for what no layer may hold, with its path.
+    Entries below the paths ``owned`` and those of this machine's user 1000 belong to the agent, others to root; with
+    ``None`` owners are unchanged. Raises ``ValueError`` for an entry that no layer may hold, with its path.
     """
     places = None if owned is None else tuple(place.strip("/") for place in owned)
     waiting = [""]
@@ -66,9 +66,9 @@ def entries(tree: Path, owned: Sequence[str] | None = OWNED) -> Iterator[TreeEnt
 
 
 def digest_tree(tree: Path, owned: Sequence[str] | None = OWNED) -> str:
-    """SHA-256 over the paths, kinds, modes, owners, contents and links in a tree; times do not count.
+    """SHA-256 over the paths, kinds, modes, owners, contents and links in a tree; times are ignored.
 
-    Raises ``ValueError`` for what no layer may hold.
+    Raises ``ValueError`` for entries that no layer may hold.
     """
     digest = hashlib.sha256()
     for entry in entries(tree, owned):
@@ -77,10 +77,10 @@ def digest_tree(tree: Path, owned: Sequence[str] | None = OWNED) -> str:
 
 
 def copy_tree(source: Path, target: Path, owned: Sequence[str] | None = OWNED) -> str:
-    """Copy what is in ``source`` into the new folder ``target`` and return the digest of the copy.
+    """Copy the content of ``source`` into the new folder ``target`` and return the digest of the copy.
 
-    Modes and times are kept. As root, owners become those of the layer; any other user owns what it copies.
-    Raises ``ValueError`` for what no layer may hold.
+    Modes and times are preserved. Root sets the layer's owners; any other user owns the copies. Raises ``ValueError``
+    for entries that no layer may hold.
     """
     target.mkdir(mode=0o755)
     digest = hashlib.sha256()
@@ -88,24 +88,24 @@ def copy_tree(source: Path, target: Path, owned: Sequence[str] | None = OWNED) -
     for entry in entries(source, owned):
         copy = target / entry.path
         _copy(source / entry.path, copy, entry)
-        _update(digest, entry, copy)  # of what was written: a tree that changes meanwhile is still stored truly
+        _update(digest, entry, copy)  # of the copy, so that the digest is right even if the source changes meanwhile
         if stat.S_ISDIR(entry.status.st_mode):
             folders.append((copy, entry))
-    for copy, entry in reversed(folders):  # last, because filling a folder changes its time and may need its rights
+    for copy, entry in reversed(folders):  # last: filling a folder changes its time
         copy.chmod(entry.mode)
         os.utime(copy, ns=(entry.status.st_mtime_ns, entry.status.st_mtime_ns))
     return digest.hexdigest()
 
 
 def first_link(tree: Path, place: str) -> str | None:
-    """The first link on the way down to ``place`` in a tree, itself included, by its path inside; else ``None``."""
+    """The first link on the path to ``place`` in a tree, including itself, by its path inside; else ``None``."""
     parts = PurePosixPath(place.lstrip("/")).parts
     ways = ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
     return next((f"/{way}" for way in ways if (tree / way).is_symlink()), None)
 
 
 def paths_below(place: Path) -> Iterator[Path]:
-    """A path and all that is below it, folders before their contents; no link is followed."""
+    """A path and everything below it, folders before their content; links are not followed."""
     yield place
     if place.is_dir() and not place.is_symlink():
         for parent, folders, files in os.walk(place):
@@ -113,20 +113,20 @@ def paths_below(place: Path) -> Iterator[Path]:
 
 
 def places_in(tree: Path, places: Sequence[str]) -> list[str]:
-    """The ``places`` that are in a tree, except its root and what is behind a link."""
+    """Those ``places`` that exist in a tree, except its root and paths behind a link."""
     there = [place for place in places if place.strip("/") and os.path.lexists(tree / place.lstrip("/"))]
     return [place for place in there if first_link(tree, place) is None]
 
 
 def give_away(tree: Path, places: Sequence[str], user: ImageUser) -> None:
-    """Make a user the owner of places in a tree, with all that is in them."""
+    """Give places in a tree, with their content, to a user."""
     for place in places_in(tree, places):
         for path in paths_below(tree / place.lstrip("/")):
             os.chown(path, user.uid, user.gid, follow_symlinks=False)
 
 
 def remove_tree(tree: Path) -> None:
-    """Remove a folder and all in it, whatever the modes; one that is not there is fine."""
+    """Remove a folder with its content, whatever the modes; a missing one is accepted."""
     waiting = [tree]
     folders: list[Path] = []
     while waiting:
@@ -148,7 +148,7 @@ def remove_tree(tree: Path) -> None:
 
 
 def size_of(tree: Path) -> int:
-    """Bytes in the plain files below ``tree``."""
+    """Bytes in the regular files below ``tree``."""
     return sum(entry.status.st_size for entry in entries(tree) if stat.S_ISREG(entry.status.st_mode))
 
 
@@ -188,12 +188,12 @@ def _copy(source: Path, copy: Path, entry: TreeEntry) -> None:
 
 def _keep_opaque(source: Path, copy: Path) -> None:
     for name in WHITEOUT_XATTRS:
-        with suppress(OSError):  # it has none, or its file system has no attributes at all
+        with suppress(OSError):  # the attribute is missing, or its file system supports none
             os.setxattr(copy, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
 
 
 def _update(digest: "hashlib._Hash", entry: TreeEntry, path: Path) -> None:
-    """Add one entry; every field ends with a zero byte, which none can hold."""
+    """Add one entry; every field ends with a zero byte, which no field can contain."""
     kind = stat.S_IFMT(entry.status.st_mode)
     content = b""
     if kind == stat.S_IFREG:

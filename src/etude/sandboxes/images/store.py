@@ -9,11 +9,11 @@
       disks/DIGEST.squashfs a layer as a read-only disk, for virtual machines
       incoming/             what is being written; renamed into its place when it is whole
 
-Files in a layer keep their owner and mode, so that one of root's may lend root's rights to any user who runs it: the
-folders above them let no user through but the store's.
+Files in a layer keep their owner and mode, so a set-uid file of root would give root's rights to any user who runs it:
+only the store's owner can enter the parent folders.
 
-Everything under a digest is written once and never changed, so readers take no lock, and an interrupted writer leaves
-nothing but a folder in ``incoming``, which the next writer sweeps. Owns the folder; not how sandboxes use it.
+Everything under a digest is written once and never changed, so readers need no lock, and an interrupted writer leaves
+only a folder in ``incoming``, which the next writer removes. Owns the folder; not its use by sandboxes.
 """
 
 import fcntl
@@ -41,15 +41,15 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 """Names of images and base systems."""
 FOLDERS = ("images", "names", "blobs")
 OF_CONTAINERS = ("user", "entrypoint", "healthchecks", "services")
-"""Settings of an image that are written where they are not the usual ones."""
+"""Settings of an image that are stored only if they differ from the default."""
 PRIVATE_FOLDERS = ("layers", "bases", "disks", "incoming")
-"""Folders of images' files, which no other user may run."""
+"""Folders with images' files, which other users must not run."""
 DISK_TIMEOUT_S = 1800.0
-"""For ``mksquashfs`` to pack one layer."""
+"""Timeout of ``mksquashfs`` for one layer."""
 MOUNT_AND_RUN = 'mount -t overlay -o "$0" overlay "$1" && shift && exec "$@"'
 DISK_OPTIONS = ("-noI", "-noD", "-noF", "-noX", "-no-progress", "-quiet", "-mkfs-time", "0")
-"""Nothing is compressed: a machine without hardware virtualisation would spend its time unpacking. Files keep their
-times: Python believes its compiled files by them.
+"""No compression: decompression is slow on a machine without hardware virtualisation. Files keep their times: Python
+validates its compiled files by them.
 """
 
 
@@ -60,16 +60,16 @@ class StoredImage:
     image: Image
     names: tuple[str, ...]
     size_bytes: int
-    """Bytes of the plain files in its layers, those shared with other images included."""
+    """Bytes of the regular files in its layers, including layers shared with other images."""
 
 
 class ImageStore:
-    """Layers and images in one folder; any number of processes may use it at once."""
+    """Layers and images in one folder; any number of processes may use it concurrently."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """``folder`` is made when it is missing; the default is :func:`default_folder`.
+        """``folder`` is created if missing; the default is :func:`default_folder`.
 
-        Raises :class:`~etude.errors.ConfigError` when it cannot be closed to other users.
+        Raises :class:`~etude.errors.ConfigError` if it cannot be closed to other users.
         """
         self.folder = (folder or default_folder()).absolute()
         for name in FOLDERS:
@@ -81,13 +81,13 @@ class ImageStore:
 
     @property
     def bases(self) -> Mapping[str, Path]:
-        """The root directories of the stored base systems, by name, and the empty one of ``SCRATCH``."""
+        """The root directories of the stored base systems, by name, and an empty one for ``SCRATCH``."""
         names = (folder.name for folder in sorted((self.folder / "bases").iterdir()))
         return MappingProxyType({name: root for name in names if (root := _root_of(self.folder, name)).is_dir()})
 
     @property
     def images(self) -> Sequence[StoredImage]:
-        """Every image, those with names first."""
+        """Every image, named ones first."""
         names: dict[str, list[str]] = {}
         for file in sorted((self.folder / "names").iterdir()):
             names.setdefault(file.read_text(encoding="utf-8"), []).append(file.name)
@@ -98,11 +98,11 @@ class ImageStore:
         ]
 
     def add_layer(self, tree: Path) -> str:
-        """Copy what is in ``tree`` in and return its digest; a layer that is there already is left as it is.
+        """Copy the content of ``tree`` into the store and return its digest; an existing layer is left unchanged.
 
-        What is under the places ``OWNED`` belongs to the agent, the rest to root, unless it is user 1000's on this
-        machine. Raises ``ValueError`` for what no layer can hold and :class:`~etude.errors.SandboxError` when the
-        tree cannot be read or the store is full.
+        Files below the paths ``OWNED`` and files of this machine's user 1000 belong to the agent, the rest to root.
+        Raises ``ValueError`` for content that no layer can hold and :class:`~etude.errors.SandboxError` if the tree is
+        unreadable or the store is full.
         """
         try:
             with self.incoming() as folder:
@@ -113,12 +113,12 @@ class ImageStore:
         return digest
 
     def layer(self, digest: str) -> Path:
-        """The place of a layer, there or not."""
+        """The path of a layer, whether it exists or not."""
         return self.folder / "layers" / digest
 
     def _stored_layer(self, digest: str) -> Path:
-        """The place of a layer that an image names, which somebody may have passed on with tasks: it cannot lead to
-        another folder of this machine. Raises :class:`~etude.errors.DamagedError`.
+        """The path of a layer that an image names. The image may come from another person, with tasks, so it must not
+        lead to another folder of this machine. Raises :class:`~etude.errors.DamagedError`.
         """
         layer = self.layer(str(digest))
         if not DIGEST.fullmatch(layer.name) or layer.name != digest or layer.is_symlink():
@@ -138,11 +138,11 @@ class ImageStore:
         return self.put(Image(base=base, environment=dict(environment or {}), workdir=workdir), layers, name)
 
     def put(self, config: Image, layers: Sequence[str], name: str = "") -> Image:
-        """Store an image with the settings of ``config`` and these layers, lowest first, and give it a name, which
-        another image may have had.
+        """Store an image with the settings of ``config`` and these layers, lowest first, and give it a name, which is
+        taken from any other image.
 
-        Raises :class:`~etude.errors.ConfigError` for a layer or base system that is not stored, and for a name that is
-        none.
+        Raises :class:`~etude.errors.ConfigError` for a layer or base system that is not stored, and for an invalid
+        name.
         """
         missing = [digest for digest in layers if not DIGEST.fullmatch(digest) or not self.layer(digest).is_dir()]
         if missing:
@@ -162,7 +162,7 @@ class ImageStore:
     def open(self, reference: str) -> Image:
         """An image by its digest or name.
 
-        Raises :class:`~etude.errors.ConfigError` when it, one of its layers or its base system is not stored.
+        Raises :class:`~etude.errors.ConfigError` if it, one of its layers or its base system is not stored.
         """
         digest = self._resolve(reference)
         try:
@@ -197,7 +197,7 @@ class ImageStore:
     def verify(self, image: Image) -> None:
         """Compare an image's layers with their digests. Raises :class:`~etude.errors.DamagedError` if one differs.
 
-        A layer that was stored with places of its own for the agent is verified by root only, who can set owners.
+        A layer with special paths for the agent can be verified only by root, which can set owners.
         """
         for layer in image.layers:
             digests = {digest_tree(layer), digest_tree(layer, owned=()), digest_tree(layer, owned=None)}
@@ -205,7 +205,7 @@ class ImageStore:
                 raise DamagedError(f"layer {layer.name} of image {image.digest or image} was changed: build it again")
 
     def remove(self, reference: str) -> None:
-        """Forget an image and its names; :meth:`collect` then frees its layers. Same errors as :meth:`open`."""
+        """Remove an image and its names; :meth:`collect` then frees its layers. Same errors as :meth:`open`."""
         digest = self._resolve(reference)
         file = self.folder / "images" / f"{digest}.json"
         if not file.exists():
@@ -216,9 +216,9 @@ class ImageStore:
         file.unlink()
 
     def collect(self) -> int:
-        """Remove layers that no image has, and disks of other layers than those that are left; return how many layers.
+        """Remove layers that no image uses, and disks of removed layers; return the number of layers.
 
-        No process may be adding images or using disks meanwhile.
+        No process may add images or use disks meanwhile.
         """
         images = [orjson.loads(file.read_bytes()) for file in (self.folder / "images").glob("*.json")]
         used = {digest for image in images for digest in image["layers"]}
@@ -234,10 +234,9 @@ class ImageStore:
         return len(unused)
 
     def disk_image(self, layer: Path) -> Path:
-        """A squashfs of a layer, made when it is not there; slow, so not for an event loop.
+        """A squashfs of a layer, made if missing; slow, so not for an event loop.
 
-        ``layer`` may be another store's, or any tree. Raises :class:`~etude.errors.SandboxError` when it cannot be
-        made.
+        ``layer`` may belong to another store, or be any tree. Raises :class:`~etude.errors.SandboxError` if it fails.
         """
         try:
             digest = layer.name if DIGEST.fullmatch(layer.name) else digest_tree(layer, None)
@@ -251,9 +250,9 @@ class ImageStore:
         return disk
 
     def merged_disk(self, layers: Sequence[Path]) -> Path:
-        """A squashfs of several layers, lowest first, as one; takes root, and is slow when it is made.
+        """A squashfs that merges several layers, lowest first; needs root, and is slow if it has to be made.
 
-        Raises :class:`~etude.errors.SandboxError` when it cannot be made.
+        Raises :class:`~etude.errors.SandboxError` if it cannot be made.
         """
         digest = hashlib.sha256("".join(layer.name for layer in layers).encode()).hexdigest()
         disk = self.folder / "disks" / f"{digest}.squashfs"
@@ -266,9 +265,9 @@ class ImageStore:
 
     @contextmanager
     def incoming(self) -> Iterator[Path]:
-        """A fresh folder on the store's file system, removed in the end; those of dead writers are swept.
+        """A fresh folder on the store's file system, removed at the end; those of dead writers are removed too.
 
-        Raises :class:`~etude.errors.ConfigError` in another user's store, who could run what is ours.
+        Raises :class:`~etude.errors.ConfigError` in another user's store, since that user could run this user's files.
         """
         for name in PRIVATE_FOLDERS:
             owner = (self.folder / name).stat().st_uid
@@ -282,7 +281,7 @@ class ImageStore:
         hidden.mkdir()
         lock = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        folder = hidden.rename(parent / hidden.name[1:])  # from now on others may sweep it, if the lock lets them
+        folder = hidden.rename(parent / hidden.name[1:])  # from now on other processes may remove it, once unlocked
         try:
             for other in parent.glob("[!.]*"):
                 _sweep(other)
@@ -307,7 +306,9 @@ class ImageStore:
         return text
 
     def _check_base(self, base: str) -> None:
-        """Raise for a base system that is neither here nor with the user's, which images beside tasks are over, too."""
+        """Raise for a base system that is in neither this store nor the user's default store, which images of tasks may
+        use.
+        """
         roots = [_root_of(folder, base) for folder in (self.folder, default_folder())]
         if base and not (NAME.fullmatch(base) and any(root.is_dir() and _is_own(root) for root in roots)):
             raise ConfigError(
@@ -341,12 +342,12 @@ def _root_of(folder: Path, base: str) -> Path:
 
 
 def _is_own(root: Path) -> bool:
-    """True if a base system lies where it is named: a link could show any folder of this machine."""
+    """True if a base system is at its own path: a link could show any folder of this machine."""
     return not root.is_symlink() and not root.parent.is_symlink()
 
 
 def _close_to_others(folder: Path) -> None:
-    """Let no other user reach what is in a folder of a store, which may be an old one."""
+    """Prevent other users from reaching the content of a folder of a store, even an old one."""
     status = folder.stat()
     if os.geteuid() not in (0, status.st_uid):
         raise ConfigError(f"{folder} belongs to user {status.st_uid}: set ETUDE_IMAGES to a folder of your own")
@@ -358,7 +359,7 @@ def _close_to_others(folder: Path) -> None:
 
 
 def settle(source: Path, target: Path) -> None:
-    """Move something whole to its place; if another writer was faster, theirs stays."""
+    """Move a complete folder or file into place; if another writer was faster, keep that writer's."""
     try:
         source.rename(target)
     except OSError:
@@ -367,11 +368,11 @@ def settle(source: Path, target: Path) -> None:
 
 
 def pack(tree: Path, disk: Path, owned: Sequence[str] = OWNED, *, under: Sequence[Path] = ()) -> None:
-    """Make the squashfs ``disk`` of a tree; what another user than root packs belongs to root or the agent.
+    """Make the squashfs ``disk`` of a tree; without root, all files belong to root or the agent.
 
-    With layers that are to be mounted ``under`` the tree, lowest first, it has theirs as one.
+    With layers to mount ``under`` the tree, lowest first, the disk merges all of them.
 
-    Raises :class:`~etude.errors.SandboxError` with what ``mksquashfs`` said.
+    Raises :class:`~etude.errors.SandboxError` with the output of ``mksquashfs``.
     """
     program = shutil.which("mksquashfs")
     if program is None:
@@ -394,7 +395,7 @@ def pack(tree: Path, disk: Path, owned: Sequence[str] = OWNED, *, under: Sequenc
 
 
 def _agents_files(tree: Path, owned: Sequence[str]) -> bytes:
-    """Lines for ``mksquashfs -pf`` that give the agent what the user who packs could not."""
+    """Lines for ``mksquashfs -pf`` that give files to the agent, if the packing user cannot."""
     lines = [
         b'"%s" m %o %d %d' % (re.sub(rb'(["\\])', rb"\\\1", os.fsencode(entry.path)), entry.mode, AGENT, AGENT)
         for entry in entries(tree, owned)
@@ -408,7 +409,7 @@ def _sweep(folder: Path) -> None:
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        return  # another user's, or just gone
+        return  # another user's, or just removed
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove_tree(folder)

@@ -2,9 +2,9 @@
 
     exec ──▶ idle slots ──▶ worker process ──▶ zygote ──fork──▶ command
 
-Owns the sandboxes' directories and the worker processes. A worker that dies fails the command it was running
-(:class:`~etude.errors.SandboxError`) and is replaced by the next one. How well a command is locked in is the machine's
-to say: :meth:`LocalSandboxes.capabilities`, and :mod:`etude.sandboxes.local.zygote` for what they mean.
+Owns the sandboxes' directories and the worker processes. A worker that dies fails its current command
+(:class:`~etude.errors.SandboxError`) and is replaced. How well a command is confined depends on the machine: see
+:meth:`LocalSandboxes.capabilities`, and :mod:`etude.sandboxes.local.zygote` for their meaning.
 
 States of a provider: new ──create──▶ open ──close──▶ closed. Consumes commands; waits for an idle worker and its
 answer, each with a deadline; on close every process and file is gone.
@@ -35,7 +35,7 @@ from etude.sandboxes.local.worker import LENGTH, CommandOutcome, WorkerRequest
 from etude.sandboxes.scratch import Scratch
 
 UNPRIVILEGED_USER = 65534
-"""User of commands when this process is root (``nobody``); else they run as this process's user."""
+"""User of commands if this process is root (``nobody``); otherwise commands run as this process's user."""
 GRANTS: Mapping[str, Capability] = MappingProxyType(
     {
         "chroot": Capability.CONFINED,
@@ -43,17 +43,17 @@ GRANTS: Mapping[str, Capability] = MappingProxyType(
         "process_namespace": Capability.PROCESSES_APART,
     }
 )
-"""Capabilities by the grants of the machine that a worker reports."""
+"""Capabilities, by the grants that a worker reports."""
 HOMES = ("/home/agent", "/tmp")
-"""Folders that commands may write beside the working folder."""
+"""Folders that commands may write besides the working folder."""
 START_TIMEOUT_S = 30.0
-"""For a worker to report; it takes some 50 ms on an idle machine."""
+"""Timeout for a worker to report; it takes some 50 ms on an idle machine."""
 QUEUE_TIMEOUT_S = 60.0
-"""For a worker to become idle."""
+"""Timeout for a worker to become idle."""
 GRACE_S = 10.0
 """Time after a command's own deadline until its worker counts as dead."""
 EXIT_TIMEOUT_S = 2.0
-"""For a worker to end by itself once its stdin is closed."""
+"""Timeout for a worker to end by itself once its stdin is closed."""
 
 
 class LocalSandboxes:
@@ -85,9 +85,9 @@ class LocalSandboxes:
         return tuple(slot.worker.pid for slot in self._slots if slot.worker)
 
     async def capabilities(self) -> frozenset[Capability]:
-        """The grants of the machine, as a worker reports them; the first call starts one.
+        """The machine's capabilities, as reported by a worker; the first call starts one.
 
-        Limits are those of each command, so it has none of a sandbox's.
+        Limits apply to each command, so it has no capability for limits of a sandbox.
         """
         if self._granted is None:
             async with self._worker() as worker:
@@ -96,7 +96,8 @@ class LocalSandboxes:
         return self._granted
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FolderSandbox:
-        """A fresh sandbox that holds ``files``; the first one also starts a worker, to learn what the machine grants.
+        """A fresh sandbox that holds ``files``; the first one also starts a worker, to learn the machine's
+        capabilities.
 
         Raises :class:`~etude.errors.SandboxError` if there is no room or no worker, ``ValueError`` for a path that
         would leave the sandbox.
@@ -256,7 +257,7 @@ class _WorkerProcess:
         return worker
 
     async def ask(self, request: bytes, timeout_s: float) -> bytes:
-        """Send a frame and await its answer; if that fails or is given up, the command is killed."""
+        """Send a frame and await its answer; on failure or cancellation, the command is killed."""
         try:
             self._stdin.write(LENGTH.pack(len(request)) + request)
             return await self._read_frame(timeout_s)

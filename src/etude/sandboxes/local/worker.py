@@ -3,9 +3,9 @@
     provider ──Request on stdin──▶ worker ──descriptors──▶ zygote ──fork──▶ command
              ◀──Answer on stdout──        ◀──what the command prints──────────┘
 
-Owns the deadline and the cap on output of one command at a time. Frames are a 4-byte big-endian length and JSON;
-nothing is ever unpickled. The first frame it writes holds the capabilities. It ends when its stdin does, and everything
-below it ends with it. Standard library alone; does not fork commands (:mod:`etude.sandboxes.local.zygote`).
+Owns the deadline and the output limit of one command at a time. Frames are a 4-byte big-endian length and JSON; nothing
+is ever unpickled. The first frame it writes holds the capabilities. It ends when its stdin closes, and everything below
+it ends with it. Standard library alone; commands are forked by :mod:`etude.sandboxes.local.zygote`.
 """
 
 import json
@@ -25,7 +25,7 @@ from etude.sandboxes.local.zygote import KILL, MESSAGE_LIMIT_BYTES, ForkRequest,
 LENGTH = struct.Struct(">I")
 """Precedes every frame."""
 REQUESTS, ANSWERS = 0, 1
-"""Descriptors that the provider holds the other ends of."""
+"""Descriptors whose other ends the provider holds."""
 READ_BYTES = 1 << 16
 """Size of a pipe."""
 
@@ -56,7 +56,7 @@ class CommandOutcome(TypedDict):
     truncated: bool
     seconds: float
     error: str
-    """Not empty: the command was not run."""
+    """Not empty if the command was not run."""
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ class CommandWorker:
         self._control = control
 
     def serve(self) -> None:
-        """Pass the capabilities on, then answer requests until the provider hangs up."""
+        """Send the capabilities, then answer requests until the provider disconnects."""
         _write_frame(self._hear())
         while request := _read_frame():
             _write_frame(json.dumps(self.execute(json.loads(request))).encode())
@@ -115,7 +115,7 @@ class CommandWorker:
 
         What it is and its input are files in memory, so no process has to feed them.
         """
-        cpu_s = math.ceil(request["timeout_s"]) + 1  # for a command that no process is left to stop
+        cpu_s = math.ceil(request["timeout_s"]) + 1  # stops the command even if no process is left to do so
         invocation = Invocation(request["workdir"], request["environment"], request["argv"])
         message = json.dumps(ForkRequest(root=request["root"], cpu_s=cpu_s)).encode()
         files = [in_memory(invocation.to_bytes()), in_memory(request["stdin"].encode())]
@@ -125,7 +125,7 @@ class CommandWorker:
             os.close(descriptor)
 
     def _collect(self, stdout: "_Output", stderr: "_Output", deadline: float) -> tuple[int, str, bool]:
-        """Read until the zygote says that all is over: exit code, error, and whether time ran out."""
+        """Read until the zygote reports the end: exit code, error, and whether time ran out."""
         outputs = {output.reader: output for output in (stdout, stderr)}
         poller = select.poll()
         for descriptor in (REQUESTS, self._control.fileno(), *outputs):
@@ -163,11 +163,11 @@ class _Output:
 
     @property
     def truncated(self) -> bool:
-        """True once something was thrown away."""
+        """True once output was discarded."""
         return self._data.truncated
 
     def read(self) -> bool:
-        """Take what is there; false when there is nothing."""
+        """Read available output; return false if there is none."""
         try:
             chunk = os.read(self.reader, READ_BYTES)
         except BlockingIOError:
@@ -176,7 +176,7 @@ class _Output:
         return bool(chunk)
 
     def close(self) -> str:
-        """All that was kept; every writer is dead by now."""
+        """All stored output; every writer is dead by now."""
         while self.read():
             pass
         os.close(self.reader)
@@ -184,7 +184,7 @@ class _Output:
 
 
 def _read_frame() -> bytes:
-    """The next frame, or nothing once the provider has hung up."""
+    """The next frame; empty once the provider has disconnected."""
     header = _read_exactly(LENGTH.size)
     return _read_exactly(LENGTH.unpack(header)[0]) if header else b""
 

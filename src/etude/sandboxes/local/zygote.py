@@ -4,19 +4,19 @@
        ▲                                                                  │
        └────────────────── exit code, once all of it is dead ─────────────┘
 
-The zygote never reads what a command is given or prints: it passes descriptors on, so nothing of one task can be found
-in the memory of the next one's process. Isolation is the kernel's: another user, namespaces, ``chroot``, no
-capabilities, limits, and a filter of system calls (:mod:`etude.sandboxes.ns.seccomp`), without which a command could
-change the limits of the zygote, and so of all later commands, and leave shared memory and keys for them. What the
-machine grants is reported, never assumed:
+The zygote never reads a command's input or output: it passes descriptors on, so no data of one task is in the memory of
+the next one's process. The kernel isolates commands: another user, namespaces, ``chroot``, no capabilities, limits, and
+a system call filter (:mod:`etude.sandboxes.ns.seccomp`), without which a command could change the limits of the zygote,
+and so of all later commands, and leave shared memory and keys for them. The isolation that the machine allows is
+reported, never assumed:
 
     chroot             a command sees no file outside its root
     network_off        it has no network, not even the machine's own
     process_namespace  it sees, signals and changes no process but its own, and all of those die with it
     process_limit      it cannot use up the machine's processes
 
-Not isolated: the kernel itself, timing, and how many files a command creates. That is a guard for a model under
-training, not against a hostile tenant; use a virtual machine there.
+Not isolated: the kernel itself, timing, and the number of files that a command creates. This suits models in training,
+not hostile tenants; use a virtual machine for those.
 """
 
 import gc
@@ -41,15 +41,17 @@ PRELOADED = (
     *("string", "sys", "textwrap", "time", "types", "typing", "unicodedata"),
     *("encodings.ascii", "encodings.latin_1"),
 )
-"""Standard modules that programs find loaded; behind ``chroot``, or as another user, there may be no others."""
+"""Standard modules that are preloaded for programs; behind ``chroot``, or as another user, others may
+be unavailable.
+"""
 MESSAGE_LIMIT_BYTES = 4 << 10
 """Longest message between worker and zygote."""
 KILL = b"kill"
-"""Message of the worker when a command's time is up."""
+"""Message of the worker when a command has timed out."""
 PACKAGE_ROOT = str(Path(__file__).parents[3])
-"""Module path of étude, which is removed so that no program finds it."""
+"""Module path of étude, removed so that programs cannot import from it."""
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/home/agent"}
-"""Environment of every command, with nothing of the provider's."""
+"""Environment of every command, without any of the provider's variables."""
 
 
 def preload() -> None:
@@ -88,7 +90,7 @@ class Invocation(NamedTuple):
 
 
 class Zygote:
-    """Serves one command at a time until the worker hangs up."""
+    """Serves one command at a time until the worker disconnects."""
 
     def __init__(self, control: socket.socket, scratch: int, *, namespaces: bool) -> None:
         self._control = control
@@ -116,7 +118,7 @@ class Zygote:
             if not message:
                 os._exit(0)
             if message == KILL:
-                continue  # it crossed with the last answer
+                continue  # it arrived after the command had ended
             try:
                 self._answer(self._run(message, descriptors))
             finally:
@@ -137,7 +139,7 @@ class Zygote:
         os.dup2(null, 1)
 
     def _can_chroot(self) -> bool:
-        """Try it in a child: a security module may forbid what a namespace permits."""
+        """Try it in a child: a security module may forbid it even if a namespace permits it."""
         child = os.fork()
         if child == 0:
             try:
@@ -199,7 +201,7 @@ def _install_filter() -> bool:
 
 
 def _wait_for(child: int, control: socket.socket) -> None:
-    """Wait until a child has ended or the worker asks for its end. Reaps nothing."""
+    """Wait until a child has ended or the worker requests its end. Reaps nothing."""
     descriptor = os.pidfd_open(child)
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)

@@ -1,4 +1,4 @@
-"""The launcher's records of a sandbox and of its processes. Pure, but for descriptors that it closes.
+"""The launcher's records of a sandbox and of its processes. Pure, except that it closes descriptors.
 
     LIVE ──its first process is killed or dies──▶ ENDING ──it is reaped──▶ GONE
 
@@ -32,11 +32,11 @@ MOVES: Mapping[BoxState, frozenset[BoxState]] = MappingProxyType(
         BoxState.GONE: frozenset(),
     }
 )
-"""State → where it may go."""
+"""State → possible next states."""
 
 
 def is_own_folder(path: str) -> bool:
-    """True if a folder exists and is no link of an image, which could lead out to the host."""
+    """True if a folder exists and is not a link of an image, which could lead to the host."""
     return os.path.isdir(path) and not os.path.islink(path)  # noqa: PTH112, PTH114
 
 
@@ -51,13 +51,13 @@ class SandboxRecord:
         """Number of its uid range."""
         self.state = BoxState.LIVE
         self.process = 0
-        """Its first, by the machine's numbers, once it is started."""
+        """Its first process, numbered by the host, once it is started."""
         self.pidfd = -1
         self.upper = -1
-        """The folder of all that was written."""
+        """The folder with everything written."""
         self.close_asked = False
         self.may_run = False
-        """True if anything of the agent's may run: a command was started since all processes were killed."""
+        """True if processes of the agent may be running: a command was started since the last kill of all."""
 
     @property
     def name(self) -> str:
@@ -71,14 +71,14 @@ class SandboxRecord:
 
     @property
     def overlays(self) -> list[str]:
-        """Mount points of its overlays: the root, and ``/usr`` where that is the machine's and can change."""
+        """Mount points of its overlays: the root, and ``/usr`` if that is the machine's and writable."""
         if self.creation["root"]:
             return [""]
         changes = self.as_root or any(is_own_folder(f"{layer}/usr") for layer in self.creation["layers"])
         return ["", "/usr"] if changes else [""]
 
     def is_dying(self) -> bool:
-        """True while its first process is being killed, which kills all others before it is over."""
+        """True while its first process is being killed, which first kills all others."""
         if self.state is not BoxState.LIVE:
             return True
         with suppress(OSError):
@@ -87,12 +87,12 @@ class SandboxRecord:
         return True
 
     def move(self, state: BoxState) -> None:
-        """Go to another state; only moves in ``MOVES`` exist."""
+        """Move to another state; only moves in ``MOVES`` are allowed."""
         assert state in MOVES[self.state], f"sandbox {self.number} went from {self.state} to {state}"
         self.state = state
 
     def close(self) -> None:
-        """Let go of everything it has open."""
+        """Close all its descriptors."""
         for descriptor in (self.pidfd, self.upper):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -103,30 +103,30 @@ class RunningCommand:
     """The launcher's record of a running command or job."""
 
     def __init__(self, number: int, box: SandboxRecord, process: int, *, is_job: bool) -> None:
-        """``number`` is its provider's, negative for one that the launcher thought of itself."""
+        """``number`` is chosen by the provider; negative numbers are the launcher's own."""
         self.number = number
         self.box = box
         self.process = process
         self.pidfd = os.pidfd_open(process)
         self.is_job = is_job
         self.code: int | None = None
-        """Its end, if its program was not executed."""
+        """Its exit code, if its program was not executed."""
         self.end: dict[str, Any] | None = None
-        """Its end, for the provider, once there is one."""
+        """Its end, for the provider, once known."""
         self.timed_out = self.was_stopped = False
-        """True for a job that was killed for its time, and for one that stood still then."""
+        """True for a job that was killed after its timeout, and for one that was stopped by a signal then."""
         self.ender: RunningCommand | None = None
-        """The job that ends what else belongs to it: only then it is over."""
+        """The job that ends its remaining processes; only then has it ended itself."""
 
     def is_stopped(self) -> bool:
-        """True if a signal made it stand still."""
+        """True if a signal has stopped it."""
         with suppress(OSError):
             text = Path(f"/proc/{self.process}/stat").read_text(encoding="utf-8", errors="replace")
             return text.rpartition(")")[2].split()[0] == "T"
         return False
 
     def number_inside(self) -> int:
-        """The number of the process inside, and so of its session. ``ProcessLookupError`` if it has ended."""
+        """The number of the process inside, which is also its session's. ``ProcessLookupError`` if it has ended."""
         try:
             status = Path(f"/proc/{self.process}/status").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError as error:

@@ -1,10 +1,10 @@
-"""Control groups of sandboxes: limits of memory, processes and processor time.
+"""Control groups of sandboxes: limits of memory, processes and CPU time.
 
     machine's hierarchy ─▶ the provider's own group ─▶ etude-NAMESPACE-PID-START ─▶ one group a sandbox
 
-Owns the folders below ``/sys/fs/cgroup``, of version 1 and of version 2, whichever has a controller; those of a
-launcher that was killed are swept by the next one. What the machine does not let us write is not there: the launcher
-says which controllers it has, and falls back to limits per process. Standard library alone.
+Owns the folders below ``/sys/fs/cgroup``, of cgroup version 1 or 2, whichever has a controller; the next launcher
+removes those of a killed one. Controllers that are not writable count as missing: the launcher reports which ones it
+has, and falls back to limits per process. Standard library alone.
 """
 
 import os
@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 MEMORY, PROCESSES, CPU, CPU_TIME = "memory", "pids", "cpu", "cpuacct"
 SWAP = "swap"
-"""No controller, but a second limit of memory's, where the kernel counts it."""
+"""Not a controller, but a second limit of the memory controller, if the kernel counts swap."""
 CONTROLLERS = (MEMORY, PROCESSES, CPU, CPU_TIME)
 PREFIX, TRIAL = "etude-", "-trial"
-"""Prefix of launchers' groups, and suffix of one that only tests whether groups can be made."""
+"""Prefix of launchers' groups, and suffix of a group that only tests whether groups can be made."""
 PERIOD_US = 100_000
-"""Over which processor time is shared out."""
+"""Period for the distribution of CPU time."""
 REMOVE_TIMEOUT_S = 2.0
-"""For the kernel to let go of a group whose processes are gone; it takes milliseconds."""
+"""Timeout for the kernel to release a group without processes; it takes milliseconds."""
 SETTINGS: Mapping[tuple[int, str], str] = {
     (1, MEMORY): "memory.limit_in_bytes",
     (2, MEMORY): "memory.max",
@@ -35,11 +35,11 @@ SETTINGS: Mapping[tuple[int, str], str] = {
     (1, CPU): "cpu.cfs_quota_us",
     (2, CPU): "cpu.max",
 }
-"""Version and controller → the file that has the limit."""
+"""Version and controller → the limit's file."""
 SHARES: Mapping[int, tuple[str, int]] = {1: ("cpu.shares", 1024), 2: ("cpu.weight", 100)}
-"""Version → the file that has a group's share of processors that all want, and what one process counts for.
+"""Version → the file for a group's share of contended processors, and the default weight of one process.
 
-All sandboxes of a launcher together count for as many as there are processors, not for a single one.
+All sandboxes of a launcher together weigh as much as the number of processors, not as one processor.
 """
 READINGS: Mapping[tuple[int, str], str] = {
     (1, MEMORY): "memory.usage_in_bytes",
@@ -49,11 +49,11 @@ READINGS: Mapping[tuple[int, str], str] = {
     (1, CPU_TIME): "cpuacct.usage",
     (2, CPU_TIME): "cpu.stat",
 }
-"""Version and controller → the file that has what is used."""
+"""Version and controller → the usage file."""
 
 
 KILLS: Mapping[int, str] = {1: "memory.oom_control", 2: "memory.events"}
-"""Version → the file that has how many processes of a group were killed for its memory."""
+"""Version → the file with the number of processes of a group killed for lack of memory."""
 
 
 class Hierarchy(NamedTuple):
@@ -61,17 +61,17 @@ class Hierarchy(NamedTuple):
 
     version: int
     folder: Path
-    """Below which a launcher makes its group."""
+    """Folder in which a launcher makes its group."""
     controllers: tuple[str, ...]
 
     @property
     def entry(self) -> str:
-        """The file by which a process enters a group; version 1's ``tasks`` takes no lock of the whole machine."""
+        """The file through which a process enters a group; version 1's ``tasks`` takes no machine-wide lock."""
         return "tasks" if self.version == 1 else "cgroup.procs"
 
 
 class Usage(NamedTuple):
-    """A sandbox's resource usage; ``None`` where no group counts it."""
+    """A sandbox's resource usage; ``None`` if no group measures it."""
 
     memory_bytes: int | None
     processes: int | None
@@ -101,7 +101,7 @@ class Cgroups:
         self.controllers = frozenset(name for hierarchy in self._hierarchies for name in hierarchy.controllers)
 
     def make(self, name: str, limits: Mapping[str, float]) -> None:
-        """Make the group of a sandbox; ``limits`` by controller. A limit that cannot be set is an ``OSError``."""
+        """Make the group of a sandbox; ``limits`` by controller. Raises ``OSError`` if a limit cannot be set."""
         for group, settings in self._groups:
             folder = group.format(name)
             os.mkdir(folder)  # noqa: PTH102 - many a second
@@ -111,7 +111,7 @@ class Cgroups:
                     _set(f"{folder}/{file}", limit_text(version, controller, limit))
 
     def open_entries(self, name: str) -> list[int]:
-        """Descriptors through which :func:`enter` leads into a group, also where the hierarchies are out of sight."""
+        """Descriptors through which :func:`enter` enters a group, even if the hierarchies are not visible."""
         entries: list[int] = []
         try:
             for path in self._entries:
@@ -122,7 +122,7 @@ class Cgroups:
         return entries
 
     def usage(self, name: str) -> Usage:
-        """The usage of a group now."""
+        """The current usage of a group."""
         by_controller: dict[str, int] = {}
         for hierarchy, (group, _) in zip(self._hierarchies, self._groups, strict=True):
             for controller in hierarchy.controllers:
@@ -135,7 +135,7 @@ class Cgroups:
         )
 
     def ran_out(self, name: str) -> bool:
-        """True if something of a group was killed because the group's memory was used up."""
+        """True if a process of a group was killed because the group's memory was used up."""
         for hierarchy, (group, _) in zip(self._hierarchies, self._groups, strict=True):
             if MEMORY in hierarchy.controllers:
                 events = Path(group.format(name), KILLS[hierarchy.version]).read_text(encoding="ascii")
@@ -143,7 +143,7 @@ class Cgroups:
         return False
 
     def remove(self, name: str) -> None:
-        """Remove the group of a sandbox whose processes are gone. Raises ``OSError`` if they are not."""
+        """Remove the group of a sandbox without processes. Raises ``OSError`` if any remain."""
         for group, _ in self._groups:
             _remove(group.format(name))
 
@@ -160,7 +160,7 @@ def enter(entries: Sequence[int]) -> None:
 
 
 def close_entries(entries: Sequence[int]) -> None:
-    """Close what :meth:`Cgroups.open_entries` opened."""
+    """Close the descriptors of :meth:`Cgroups.open_entries`."""
     for entry in entries:
         os.close(entry)
 
@@ -168,7 +168,7 @@ def close_entries(entries: Sequence[int]) -> None:
 def find_hierarchies(mounts: str, groups: str) -> list[Hierarchy]:
     """Find the cgroup controllers, from the text of ``/proc/self/mountinfo`` and ``/proc/self/cgroup``.
 
-    Version 1 first; a controller that it has is never looked for in version 2.
+    Version 1 first; a controller found there is not looked for in version 2.
     """
     own = _own_groups(groups)
     hierarchies: list[Hierarchy] = []
@@ -193,9 +193,9 @@ def find_hierarchies(mounts: str, groups: str) -> list[Hierarchy]:
 
 
 def writable(hierarchies: Sequence[Hierarchy], launcher: str) -> list[Hierarchy]:
-    """The hierarchies in which this process can make groups, found by trying.
+    """The hierarchies in which this process can make groups, found by trial.
 
-    A group of version 2 that has processes lends no controllers to groups below it, so the groups above it are tried.
+    A version 2 group with processes cannot delegate controllers to groups below it, so groups above it are tried.
     """
     usable = []
     for hierarchy in hierarchies:
@@ -212,13 +212,13 @@ def writable(hierarchies: Sequence[Hierarchy], launcher: str) -> list[Hierarchy]
 def launcher_name(process: int) -> str:
     """The name of a launcher's cgroup: its process namespace and number, and its start time.
 
-    Numbers are used again, and mean nothing in another namespace. ``OSError`` if there is no such process.
+    Process numbers are reused, and have no meaning in another namespace. ``OSError`` if there is no such process.
     """
     return f"{_family()}{process}-{_start_ticks(process)}"
 
 
 def limit_text(version: int, controller: str, limit: float) -> str:
-    """A limit as the kernel's file wants it; that of swap is memory's: version 1 counts both together."""
+    """A limit in the format of the kernel's file. For swap, version 1 counts memory and swap together."""
     if controller == SWAP and version == 2:
         return "0"
     if controller == CPU:
@@ -228,7 +228,7 @@ def limit_text(version: int, controller: str, limit: float) -> str:
 
 
 def _own_groups(groups: str) -> dict[str, str]:
-    """Controller → our group; version 2's goes by the empty name."""
+    """Controller → this process's group; version 2's key is empty."""
     own = {}
     for line in groups.splitlines():
         _, names, path = line.split(":", 2)
@@ -237,7 +237,7 @@ def _own_groups(groups: str) -> dict[str, str]:
 
 
 def _below(place: str, root: str, group: str) -> Path:
-    """The folder of a group in a hierarchy that is mounted at ``place``, of which the mount may show a part only."""
+    """The folder of a group in a hierarchy mounted at ``place``; the mount may show only a part of it."""
     inner = group.removeprefix(root) if root != "/" else group
     return Path(place, inner.lstrip("/"))
 
@@ -257,7 +257,7 @@ def _try(hierarchy: Hierarchy, launcher: str) -> bool:
 
 
 def _enable(folder: Path, controllers: Sequence[str]) -> None:
-    enabled = " ".join(f"+{name}" for name in controllers if name != CPU_TIME)  # version 2 counts time by itself
+    enabled = " ".join(f"+{name}" for name in controllers if name != CPU_TIME)  # version 2 always counts CPU time
     (folder / "cgroup.subtree_control").write_text(enabled, encoding="ascii")
 
 
@@ -268,7 +268,7 @@ def _number(text: str) -> int:
 
 
 def _settings(hierarchy: Hierarchy) -> tuple[tuple[str, int, str], ...]:
-    """Controller, version and file of each limit that a group has."""
+    """Controller, version and file of each limit of a group."""
     controllers = list(hierarchy.controllers)
     if MEMORY in controllers and (hierarchy.folder / SETTINGS[hierarchy.version, SWAP]).exists():
         controllers.append(SWAP)
@@ -277,7 +277,7 @@ def _settings(hierarchy: Hierarchy) -> tuple[tuple[str, int, str], ...]:
 
 
 def _set(file: str, text: str) -> None:
-    """Write a setting; a file that is not there is not made."""
+    """Write a setting; never create the file."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, text.encode())
@@ -286,21 +286,21 @@ def _set(file: str, text: str) -> None:
 
 
 def _sweep(hierarchy: Hierarchy) -> None:
-    """Remove the groups of launchers that are dead, and end what they left running."""
+    """Remove the groups of dead launchers, and kill the processes they left."""
     for folder in hierarchy.folder.glob(f"{_family()}[0-9]*-[0-9]*"):
         process = folder.name.removeprefix(_family()).partition("-")[0]
         with suppress(OSError):
             if launcher_name(int(process)) == folder.name.removesuffix(TRIAL):
                 continue
         for group in [*_inner(folder), folder]:
-            with suppress(OSError):  # swept by another launcher meanwhile, or not ours
+            with suppress(OSError):  # removed by another launcher meanwhile, or not this user's
                 for left in (group / "cgroup.procs").read_text(encoding="ascii").split():
                     os.kill(int(left), signal.SIGKILL)
                 _remove(str(group))
 
 
 def _inner(folder: Path) -> list[Path]:
-    """The groups in a group; none where another launcher has swept it meanwhile."""
+    """The groups in a group; empty if another launcher has removed it meanwhile."""
     try:
         return [inner for inner in folder.iterdir() if inner.is_dir()]
     except FileNotFoundError:
@@ -323,10 +323,10 @@ def _remove(folder: str) -> None:
 
 
 def _family() -> str:
-    """Prefix of all groups that launchers of this process namespace make."""
+    """Prefix of all groups of launchers in this process namespace."""
     return f"{PREFIX}{Path('/proc/self/ns/pid').stat().st_ino}-"
 
 
 def _start_ticks(process: int) -> str:
-    """When a process started, in ticks since the machine did. ``FileNotFoundError`` if there is none."""
+    """The start time of a process, in ticks since boot. ``FileNotFoundError`` if there is none."""
     return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]

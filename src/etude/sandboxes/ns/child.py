@@ -1,8 +1,8 @@
-"""Children of the launcher: a sandbox's first process, a command, one of étude's own jobs.
+"""Children of the launcher: a sandbox's first process, a command, or one of étude's own jobs.
 
-The first two are lists of system calls (:mod:`etude.sandboxes.ns.syscalls`), the third a fork. The order in them is
-what confines a command: into its namespaces and groups, then no longer root, then no new privileges and no
-capabilities, and last the filter of system calls. Standard library alone.
+The first two are lists of system calls (:mod:`etude.sandboxes.ns.syscalls`), the third is a fork. The order of steps
+confines a command: enter its namespaces and groups, drop root, forbid new privileges, drop capabilities, and last
+install the system call filter. Standard library alone.
 """
 
 import ctypes
@@ -72,13 +72,13 @@ from etude.sandboxes.ns.syscalls import (
 )
 
 MAX_DEPTH = 200
-"""Folders inside folders in a snapshot; deeper ones are an attack."""
+"""Deepest nesting of folders in a snapshot; deeper nesting is an attack."""
 OPAQUE = "user.overlay.opaque"
-"""The attribute of a folder that hides what is below it in lower layers."""
+"""The attribute of a folder that hides the content of lower layers."""
 COPY_BYTES = 1 << 20
 END_ROUNDS, ROUND_S = 50, 0.02
-"""Searches of a session for processes that still live or were started meanwhile, and how long what was killed
-has to go; then all of the sandbox's processes are ended.
+"""Searches of a session for living or new processes, and the time for killed ones to end; after that, all processes of
+the sandbox are ended.
 """
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -88,12 +88,12 @@ class JobVerdict(IntEnum):
 
     DONE = 0
     MISSING = 1
-    """There is no such file."""
+    """The file does not exist."""
     REFUSED = 2
-    """A ``ValueError``: what was asked for cannot be."""
+    """A ``ValueError``: the request is invalid."""
     FAILED = 3
     FULL = 4
-    """The sandbox's own disk has no room left, all of which was taken inside."""
+    """The sandbox's own disk is full; only processes inside can have filled it."""
 
 
 class JobResult(NamedTuple):
@@ -101,17 +101,17 @@ class JobResult(NamedTuple):
 
     verdict: JobVerdict
     payload: bytes = b""
-    """The result, or what went wrong."""
+    """The result, or the error message."""
 
 
 def run_job(request: Mapping[str, Any], source: int, target: int) -> JobResult:
-    """Run a job inside a sandbox; the job defines what the descriptors ``source`` and ``target`` are."""
+    """Run a job inside a sandbox; the job defines the meaning of the descriptors ``source`` and ``target``."""
     try:
         return JOBS[request["job"]](request, source, target)
     except ValueError as error:
         return JobResult(JobVerdict.REFUSED, str(error).encode("utf-8", "backslashreplace"))
     except (SandboxError, OSError, RecursionError) as error:
-        is_own_disk = request["job"] != "copy"  # which writes to the machine's
+        is_own_disk = request["job"] != "copy"  # which writes to the machine's disk
         verdict = JobVerdict.FULL if is_own_disk and is_full(error) else JobVerdict.FAILED
         return JobResult(verdict, str(error).encode("utf-8", "backslashreplace"))
 
@@ -122,7 +122,7 @@ def runs_as_root(job: str) -> bool:
 
 
 def stays_outside(job: str) -> bool:
-    """True if a job enters only the process namespace, and no process in the sandbox can reach it."""
+    """True if a job enters only the process namespace and is unreachable for processes in the sandbox."""
     return job == "kill"
 
 
@@ -138,7 +138,7 @@ def _write(request: Mapping[str, Any], source: int, target: int) -> JobResult:
     with _opened(source) as file:
         files: dict[str, str] = json.load(file)
     for path in files:
-        folder.place(path)  # all of them, or nothing is written
+        folder.place(path)  # write all of them or none
     for path, text in files.items():
         folder.write(path, text)
     return JobResult(JobVerdict.DONE)
@@ -155,11 +155,11 @@ def _load(request: Mapping[str, Any], source: int, target: int) -> JobResult:
 
 
 def _copy(request: Mapping[str, Any], source: int, target: int) -> JobResult:
-    """Copy what was written, ``source``, into the empty layer ``target``, as overlayfs has it."""
+    """Copy the written files ``source`` into the empty layer ``target``, in overlayfs's format."""
     owned = (request["workdir"].strip("/"), request["user"][2].strip("/"))
     copier = TreeCopier(owned if request["maps_range"] else None, request["user"])
     for name, place in overlay_folders(request["overlays"]).items():
-        into = os.open(".", DIRECTORY, dir_fd=target)  # a mount that is nowhere takes no changes itself
+        into = os.open(".", DIRECTORY, dir_fd=target)  # an unattached mount cannot be changed itself
         for part in filter(None, place.split("/")):
             with suppress(FileExistsError):
                 os.mkdir(part, 0o755, dir_fd=into)
@@ -175,7 +175,7 @@ def _copy(request: Mapping[str, Any], source: int, target: int) -> JobResult:
 
 
 def _settle(request: Mapping[str, Any], source: int, target: int) -> JobResult:
-    """Make the agent's folders the agent's, with all that an image has in them."""
+    """Give the agent's folders, with their content from the image, to the agent."""
     uid, gid, home = request["user"]
     for place in (request["workdir"], home):
         _give_away(os.open(place, DIRECTORY), uid, gid)
@@ -183,7 +183,7 @@ def _settle(request: Mapping[str, Any], source: int, target: int) -> JobResult:
 
 
 def _give_away(folder: int, uid: int, gid: int, depth: int = 0) -> None:
-    """Make an open folder and all in it a user's, and close it."""
+    """Give an open folder and its content to a user, and close it."""
     try:
         os.fchown(folder, uid, gid)
         for name in os.listdir(folder):
@@ -195,7 +195,7 @@ def _give_away(folder: int, uid: int, gid: int, depth: int = 0) -> None:
 
 
 def _end(request: Mapping[str, Any], source: int, target: int) -> JobResult:
-    """End every process of a command's session; if it goes on multiplying, everything in the sandbox but init."""
+    """End every process of a command's session; if it keeps multiplying, everything in the sandbox except init."""
     for _ in range(END_ROUNDS):
         members = [process for process, session in _sessions() if session == request["session"]]
         for process in members:
@@ -210,7 +210,7 @@ def _end(request: Mapping[str, Any], source: int, target: int) -> JobResult:
 
 
 def _kill(request: Mapping[str, Any], source: int, target: int) -> JobResult:
-    """Kill every process of the sandbox but its first, until there is none: what is being forked is killed, too."""
+    """Kill every process of the sandbox except the first, repeating until none is left, as processes may still fork."""
     for _ in range(END_ROUNDS):
         try:
             os.kill(-1, signal.SIGKILL)  # the kernel spares init and the caller
@@ -247,19 +247,19 @@ def _sessions() -> list[tuple[int, int]]:
 
 
 class TreeCopier:
-    """Copies a tree of untrusted files through descriptors: no link is followed, even if it is swapped meanwhile."""
+    """Copies a tree of untrusted files through descriptors: links are never followed, even if swapped meanwhile."""
 
     def __init__(self, owned: Sequence[str] | None, user: Sequence[Any]) -> None:
-        """Unpack; files in the places ``owned`` become the ``user``'s, all else keeps its owner; ``None`` sets no
+        """With ``owned``, unpack: files below these paths get the owner ``user``, others keep theirs; ``None`` sets no
         owners.
         """
         self._owned = owned
         self._user = user[0], user[1]
 
     def copy(self, source: int, target: int, path: str, depth: int = 0) -> None:
-        """Copy the contents of an open folder, which is ``path`` in its layer, and what it says of itself.
+        """Copy the content and the metadata of an open folder; ``path`` is its path in the layer.
 
-        Sockets, pipes and devices are left out. ``ValueError`` for folders that no image could hold.
+        Sockets, pipes and devices are skipped. ``ValueError`` for folders that no image can hold.
         """
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} folders inside each other: no image can hold that")
@@ -281,8 +281,8 @@ class TreeCopier:
                 os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
                 self._keep_link(target, name, status, inner)
             elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
-                os.mknod(name, stat.S_IFCHR | 0o600, 0, dir_fd=target)  # a whiteout: what is below was removed
-        with suppress(OSError):  # it has no such attribute
+                os.mknod(name, stat.S_IFCHR | 0o600, 0, dir_fd=target)  # a whiteout: the file below was removed
+        with suppress(OSError):  # the attribute is missing
             os.setxattr(target, OPAQUE, os.getxattr(source, OPAQUE))
         self._keep(target, os.fstat(source), path)
 
@@ -300,7 +300,7 @@ class TreeCopier:
                 self._keep(made, os.fstat(original), path)
 
     def _keep(self, copy: int, status: os.stat_result, path: str) -> None:
-        """Give an open copy the owner, mode and time it had."""
+        """Set owner, mode and time of an open copy to the original's."""
         if self._owned is not None:
             os.fchown(copy, *self._owner(status, path))
         os.fchmod(copy, stat.S_IMODE(status.st_mode))
@@ -318,29 +318,31 @@ class TreeCopier:
 
 
 JOINED = SANDBOX_NAMESPACES & ~CLONE_NEWPID | CLONE_NEWCGROUP
-"""Namespaces that a process enters by itself; the process namespace is the one it was started in."""
+"""Namespaces that a process enters by itself; it starts in its process namespace."""
 ROOT_CAPABILITIES = frozenset({0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 31})
 """Capabilities of the sandbox's root over its own files and processes: owners, permissions, signals, users, low ports
-and file capabilities. None to mount, ``chroot``, trace, configure a network or make devices.
+and file capabilities. None of them allows it to mount, ``chroot``, trace, configure a network or make devices.
 """
 INIT_USER = 65534
 OUT_OF_MEMORY_SCORE = b"500"
-"""Commands are killed for memory before anything else of the sandbox."""
+"""The kernel kills commands for lack of memory before other processes of the sandbox."""
 DESCRIPTORS, MOST_DESCRIPTORS = 1024, 1 << 16
-"""Usual and highest number of open files of a process."""
+"""Default and highest number of open files of a process."""
 PENDING_SIGNALS, MESSAGE_QUEUE_BYTES = 4096, 256 << 10
-"""Signals and timers that wait, and room of POSIX message queues, of one sandbox: a small part of a user's."""
+"""Pending signals and timers, and bytes of POSIX message queues, of one sandbox: a small part of a user's limits."""
 BACKLOG = 128
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes, as shells have them."""
 SIGACTION_BYTES, SIGNAL_SET_BYTES = 32, 8
 RESOLVE_NO_SYMLINKS = 0x04
 NEW_PROCESS = CLONE_VM | CLONE_VFORK | CLONE_PARENT | signal.SIGCHLD
-"""Flags of a process in a new process namespace: the child of one that is about to enter it, and our own."""
+"""Flags for a process in a new process namespace: a child of the process that enters it, with the launcher
+as parent.
+"""
 
 
 class Tools(NamedTuple):
-    """The resources that the launcher's children are made with."""
+    """The resources needed to make the launcher's children."""
 
     cgroups: Cgroups
     player: Player
@@ -349,7 +351,7 @@ class Tools(NamedTuple):
     filter: bytes
     """The commands' seccomp program."""
     bare: int
-    """The mount namespace that sandboxes begin as a copy of, see :mod:`etude.sandboxes.ns.root`."""
+    """The mount namespace that each sandbox starts with a copy of, see :mod:`etude.sandboxes.ns.root`."""
     maps_range: bool
 
 
@@ -359,20 +361,20 @@ class InitPipe(NamedTuple):
     users: int
     """Its user namespace."""
     entries: Sequence[int]
-    """Into its control groups."""
+    """Descriptors to enter its control groups."""
     plan: RootPlan
     places: Sequence[AllowedPlace]
     files: Mapping[str, bytes]
-    """The first files, by their path inside."""
+    """The first files, by path inside."""
     parting: int
-    """A socket to which it sends descriptors: of the folder that has what is written, and of a listener a place."""
+    """A socket on which it sends descriptors: the folder of written files, and one listener per place."""
     receiving: int
-    """The other end, which is to be the launcher's alone: who sends to one that died ends as well."""
+    """The other end, which only the launcher may keep: sending fails once the launcher has died."""
     as_root: bool
 
 
 def first_process(tools: Tools, init_pipe: InitPipe) -> tuple[CallList, Result]:
-    """Start the process that builds a sandbox's root and becomes ``init``; returns its number."""
+    """Start the process that builds a sandbox's root and becomes ``init``; return its number."""
     calls = CallList(MACHINE)
     calls.add("close", init_pipe.receiving)
     calls.add("setns", tools.bare, CLONE_NEWNS)
@@ -389,10 +391,10 @@ def first_process(tools: Tools, init_pipe: InitPipe) -> tuple[CallList, Result]:
     written = RootCalls(calls, init_pipe.plan).add()
     message = _add_network(calls, written, init_pipe)
     _add_files(calls, init_pipe.files, init_pipe.plan.user if tools.maps_range and not init_pipe.as_root else None)
-    calls.add("rt_sigaction", signal.SIGCHLD, _action(signal.SIG_IGN), 0, SIGNAL_SET_BYTES)  # orphans just go
+    calls.add("rt_sigaction", signal.SIGCHLD, _action(signal.SIG_IGN), 0, SIGNAL_SET_BYTES)  # orphans need no reaping
     _add_user(calls, INIT_USER if tools.maps_range else None)
     _add_capabilities(calls, frozenset())
-    calls.add("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user undoes it
+    calls.add("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user resets this
     nothing = calls.add("openat", AT_FDCWD, b"/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for number in range(3):
         calls.add("dup3", nothing, number, 0)
@@ -408,8 +410,8 @@ def command_process(
 ) -> tuple[CallList, Result | None]:
     """Start a confined command; ``descriptors`` are its stdin, stdout and stderr.
 
-    The result is its number, for who cannot be in its process namespace before it is made; for the machine's root, who
-    can, it is ``None``.
+    The result is its number, for launchers that cannot be in its process namespace beforehand; the machine's root can,
+    and gets ``None``.
     """
     calls = CallList(MACHINE)
     new_process = None
@@ -422,7 +424,7 @@ def command_process(
     score = calls.add("openat", AT_FDCWD, b"/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     calls.add("write", score, OUT_OF_MEMORY_SCORE, len(OUT_OF_MEMORY_SCORE))
     _join_groups(calls, entries)
-    calls.add("prctl", PR_SET_DUMPABLE, 0)  # inside are processes of its user; the launcher's memory is its own
+    calls.add("prctl", PR_SET_DUMPABLE, 0)  # its user's processes inside must not read the launcher's memory
     calls.add("setns", box.pidfd, JOINED)
     for number, descriptor in enumerate(descriptors):
         calls.add("dup3", descriptor, number, 0)
@@ -445,15 +447,15 @@ def command_process(
 
 
 def how_it_failed(calls: CallList, program: str) -> tuple[str, int] | None:
-    """The reason and exit code of a command whose program was not executed; ``None`` if it was.
+    """The reason and exit code if a command's program was not executed; ``None`` if it was.
 
-    Raises ``OSError`` where something else failed than the program.
+    Raises ``OSError`` if something other than the program failed.
     """
     if failure := calls.failure:
         raise OSError(f"no command can be started: {failure.call} {failure.about}: {os.strerror(failure.errno)}")
     errors = calls.errors("execve")
     if 0 in errors:
-        return None  # it did not return
+        return None  # execve did not return
     telling = [number for number in errors if number not in (errno.ENOENT, errno.ENOTDIR)]
     if not telling:
         return f"{program}: not found", NOT_FOUND
@@ -461,12 +463,12 @@ def how_it_failed(calls: CallList, program: str) -> tuple[str, int] | None:
 
 
 def become_job(box: SandboxRecord, tools: Tools, request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """Run one of étude's jobs inside a sandbox and end; ``descriptors`` are its input, its output and its answer."""
+    """Run one of étude's jobs inside a sandbox and exit; ``descriptors`` are its input, its output and its answer."""
     source, target, answers = descriptors
     with End():
         try:
             _start_session()
-            hide_process()  # inside are processes of its user, and it has the launcher's memory and descriptors
+            hide_process()  # its user's processes inside must not read the launcher's memory and descriptors
             if not stays_outside(request["job"]):
                 enter(box.pidfd, JOINED)
                 os.chdir("/")
@@ -481,10 +483,10 @@ def become_job(box: SandboxRecord, tools: Tools, request: Mapping[str, Any], des
 
 
 def _take_role(job: str, box: SandboxRecord, tools: Tools) -> None:
-    """Become who does a job inside.
+    """Take the identity for a job inside.
 
-    A job that touches what the agent has does so with the agent's rights, but is another's process: where there are
-    users enough, nothing that the agent left running can kill or stop it.
+    A job on the agent's files has the agent's rights but a different real user: if there are enough users, no process
+    that the agent left running can kill or stop it.
     """
     if runs_as_root(job):
         if tools.maps_range:
@@ -505,7 +507,7 @@ class _SocketMessage(NamedTuple):
 
 
 def _add_network(calls: CallList, written: Result, init_pipe: InitPipe) -> _SocketMessage:
-    """Raise the loopback, listen at every place, and have a message made of ``written`` and the listeners."""
+    """Activate the loopback, listen at every place, and build a message with ``written`` and the listeners."""
     message = _message(1 + len(init_pipe.places))
     first = ctypes.addressof(message.control) + socket.CMSG_LEN(0)
     calls.store(written, first)
@@ -531,7 +533,7 @@ def _message(count: int) -> _SocketMessage:
 
 
 def _add_files(calls: CallList, files: Mapping[str, bytes], user: Sequence[Any] | None) -> None:
-    """Write the first files as the user that commands run as; no link of the image is followed to any."""
+    """Write the first files as the user that runs commands; links of the image are never followed."""
     if files and user is not None:
         calls.add("setfsgid", user[1])
         calls.add("setfsuid", user[0])
@@ -559,7 +561,7 @@ def _commands_user(box: SandboxRecord) -> tuple[int, int]:
 
 
 def _add_user(calls: CallList, user: int | None, group: int | None = None) -> None:
-    """Change user and group, of the user's number unless it is said; ``None`` where there is but one."""
+    """Change user and group (default: the user's number); ``None`` if there is only one user."""
     if user is not None:
         group = user if group is None else group
         calls.add("setgroups", 0, 0)
@@ -568,14 +570,14 @@ def _add_user(calls: CallList, user: int | None, group: int | None = None) -> No
 
 
 def _add_capabilities(calls: CallList, capabilities: frozenset[int]) -> None:
-    """Keep only some capabilities, and gain none any more."""
+    """Keep only some capabilities, and prevent gaining any."""
     calls.add("capset", *capability_sets(capabilities))
     calls.add("prctl", PR_SET_NO_NEW_PRIVS, 1)
 
 
 @cache
 def _bounding(capabilities: frozenset[int]) -> MemoryBlock:
-    """Secure bits and sets with which an ``exec`` gains no capabilities but some."""
+    """Secure bits and sets that restrict the capabilities an ``exec`` can gain."""
     calls = CallList(MACHINE)
     for capability in range(CAP_LAST + 1):
         if capability not in capabilities:
@@ -584,7 +586,7 @@ def _bounding(capabilities: frozenset[int]) -> MemoryBlock:
 
 
 def _add_limits(calls: CallList, box: SandboxRecord, *, counts_memory: bool) -> None:
-    """Limits of each process; where there is no group to count memory, this is all that holds it."""
+    """Set the limits of each process; without a memory cgroup, these are the only limits."""
     processes, memory = box.creation["processes"], box.creation["memory_bytes"]
     limits = [
         (resource.RLIMIT_NOFILE, DESCRIPTORS, MOST_DESCRIPTORS),
@@ -601,7 +603,7 @@ def _add_limits(calls: CallList, box: SandboxRecord, *, counts_memory: bool) -> 
 
 
 def _add_program(calls: CallList, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Execute a program, looked for as a shell does."""
+    """Execute a program, searching the path as a shell does."""
     name = os.fsencode(argv[0])
     arguments = strings([os.fsencode(argument) for argument in argv])
     variables = strings([os.fsencode(f"{key}={value}") for key, value in environment.items()])
@@ -613,7 +615,7 @@ def _add_program(calls: CallList, argv: Sequence[str], environment: Mapping[str,
 
 
 def _action(handler: signal.Handlers) -> bytes:
-    """A ``struct sigaction`` with a handler and nothing else."""
+    """A ``struct sigaction`` with only a handler."""
     return struct.pack("P", handler).ljust(SIGACTION_BYTES, b"\0")
 
 
@@ -621,14 +623,16 @@ def _action(handler: signal.Handlers) -> bytes:
 
 
 def _start_session() -> None:
-    """Be in a process group of our own, with signals as programs expect them."""
+    """Enter a new process group, with default signal handlers."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
 def _confine(box: SandboxRecord, tools: Tools, *, real: int) -> None:
-    """Take the rights of whom commands run as; ``real`` is whose process it is, which is who may send it signals."""
+    """Take the rights of the user that runs commands; ``real`` is the real user, which determines who may
+    send signals.
+    """
     capabilities = ROOT_CAPABILITIES if box.as_root else frozenset[int]()
     bound_capabilities(capabilities)
     if tools.maps_range:
@@ -637,7 +641,7 @@ def _confine(box: SandboxRecord, tools: Tools, *, real: int) -> None:
 
 
 def _become(user: int, group: int, *, real: int = 0) -> None:
-    """Change user and group, of the process of user ``real``."""
+    """Change user and group; ``real`` is the real user of the process."""
     os.setgroups([])
     os.setresgid(group, group, group)
     os.setresuid(real, user, real)

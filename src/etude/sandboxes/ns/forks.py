@@ -1,4 +1,4 @@
-"""Forked children of the launcher, of which none may continue as the launcher. Standard library alone."""
+"""Forked children of the launcher, none of which may continue as the launcher. Standard library alone."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ class End:
 def held_child(prepare: Callable[[], None], failure: str) -> Iterator[int]:
     """Fork a child that calls ``prepare`` and waits while the block is open, so that its namespaces can be opened.
 
-    Raises ``OSError`` with the words ``failure`` if it could not do that.
+    Raises ``OSError`` with the message ``failure`` if the child fails.
     """
     ready, done = os.pipe(), os.pipe()
     process = os.fork()

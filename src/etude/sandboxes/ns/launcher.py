@@ -5,13 +5,13 @@
              ──job─────▶          ──fork───▶ étude's own work in there                 (etude.sandboxes.ns.child)
              ◀─ended───           ◀─pidfd──
 
-One small process for each provider, so that forks are cheap and hold no secret. Owns every process, group and mount of
-its provider's sandboxes; when the provider hangs up, or is killed, it ends them all and then itself, and when it is
-killed, the kernel ends them. As root it gives every sandbox a range of users of its own and shows files through
-mappings of owners; as anybody else it becomes root of a user namespace that has this one user, and sandboxes do, too.
+One small process for each provider, so that forks are cheap and hold no secrets. Owns every process, group and mount of
+its provider's sandboxes. When the provider disconnects or is killed, it ends all of them and then itself; when the
+launcher is killed, the kernel ends them. As root it gives every sandbox its own range of users and shows files through
+id-mapped mounts; otherwise it becomes root of a user namespace with its single user, and so do sandboxes.
 
-Single-threaded: waits for messages and for processes, each of which is a descriptor. Standard library alone, and what
-of étude needs no more.
+Single-threaded: waits for messages and for processes, each through a descriptor. Standard library alone, and modules of
+étude with the same restriction.
 """
 
 import gc
@@ -57,17 +57,17 @@ from etude.sandboxes.ns.syscalls import (
 )
 
 CLOSE_TIMEOUT_S = 20.0
-"""For all processes to be gone at the end."""
+"""Timeout for all processes to end on shutdown."""
 IDLE_S = 0.01
-"""For nothing to happen before something is done ahead: who makes a sandbox will soon want something of it."""
+"""Idle time before preparing ahead: the maker of a sandbox will soon send another request."""
 PROCESS_NUMBER_BYTES = 32
-"""More than any process number has digits."""
+"""More bytes than any process number has digits."""
 ALL_USERS = ["0", "0", "4294967295"]
 """The text of ``/proc/self/uid_map`` in the machine's own user namespace."""
 
 
 class Launcher:
-    """Makes sandboxes, runs commands in them, and cleans both up."""
+    """Makes sandboxes, runs commands in them, and removes both."""
 
     def __init__(self, control: socket.socket, options: Mapping[str, str]) -> None:
         if MACHINE not in MACHINES:
@@ -102,7 +102,7 @@ class Launcher:
         return wire.Grants(error="", maps_range=self._tools.maps_range, controllers=controllers)
 
     def serve(self) -> None:
-        """Do what the provider asks for until it hangs up; then end every process and remove every group."""
+        """Serve the provider's requests until it disconnects; then end every process and remove every group."""
         self._selector.register(self._control, selectors.EVENT_READ, self._receive)
         while not self._hung_up:
             if not self._step(IDLE_S if self._lifecycle.wants_uid_range else None):
@@ -115,15 +115,15 @@ class Launcher:
         self._tools.cgroups.close()
 
     def _step(self, timeout_s: float | None) -> bool:
-        """Do what there is to do; false if that is nothing."""
+        """Process pending events; false if there are none."""
         events = self._selector.select(timeout_s)
         for key, _ in events:
-            if key.fd in self._selector.get_map():  # what came before it may have ended it
+            if key.fd in self._selector.get_map():  # an earlier event may have ended it
                 key.data()
         return bool(events)
 
     def _receive(self) -> None:
-        """Do one thing; a failure of a sandbox is reported, and no other suffers from it."""
+        """Process one request; a sandbox's failure is reported and affects no other."""
         try:
             message = self._receiver.receive()
         except ConnectionResetError:
@@ -168,7 +168,7 @@ class Launcher:
                 os.close(listener)
 
     def _start_command(self, body: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Run a command; one whose program cannot be executed ends as it does in a shell."""
+        """Run a command; if its program cannot be executed, it ends as in a shell."""
         box = self._lifecycle.find(body["box"])
         box.may_run = True
         entries = self._tools.cgroups.open_entries(box.name)
@@ -189,9 +189,9 @@ class Launcher:
             os.write(descriptors[2], f"{message}\n".encode("utf-8", "surrogateescape"))
 
     def _play(self, box: SandboxRecord, calls: CallList, new_process: Result | None) -> int:
-        """Make a command's calls in its sandbox's process namespace; returns its number."""
+        """Make a command's calls in its sandbox's process namespace; return its number."""
         if new_process is not None:
-            show_process()  # the command before hid it; files of its own in /proc would be root's otherwise
+            show_process()  # the previous command hid it; otherwise its files in /proc would belong to root
             os.waitpid(self._tools.player.play(calls), 0)
             return calls.result(new_process)
         enter(box.pidfd, CLONE_NEWPID)
@@ -201,7 +201,7 @@ class Launcher:
             enter(self._own_processes, CLONE_NEWPID)
 
     def _start_job(self, body: Mapping[str, Any], source: int, answers: int) -> None:
-        """Do something inside; a copy is made of what was written, into the folder ``into``."""
+        """Run a job inside; a copy of the written files goes to the folder ``into``."""
         if body["job"] == "kill":
             self._lifecycle.find(body["box"]).may_run = False
         if body["job"] != "copy":
@@ -222,7 +222,7 @@ class Launcher:
         """End a command with its session, or a job."""
         running = self._running.get(number)
         if running is None or running.ender is not None:
-            return  # it has ended or is about to
+            return  # it has ended or is about to end
         with suppress(ProcessLookupError):
             if running.is_job:
                 running.timed_out, running.was_stopped = True, running.is_stopped()
@@ -252,7 +252,7 @@ class Launcher:
         return running
 
     def _reap(self, running: RunningCommand) -> None:
-        """A command or job has ended; it is over when what ends its descendants has, too."""
+        """Handle the end of a command or job; a command is finished once its descendants have ended too."""
         _, status = os.waitpid(running.process, 0)
         self._selector.unregister(running.pidfd)
         os.close(running.pidfd)
@@ -280,14 +280,14 @@ class Launcher:
         self._tell({"kind": "stats", "id": body["id"], "disk_bytes": written, **usage._asdict()})
 
     def _tell(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # there is no reader left; the loop sees that next
+        with suppress(BrokenPipeError, ConnectionResetError):  # the reader is gone; the main loop will notice
             wire.send(self._control, body, descriptors)
 
 
 def is_agents_doing(job: RunningCommand, tools: Tools) -> bool:
-    """True if a job was killed or delayed by a process in its sandbox, and not by the machine.
+    """True if a process in the sandbox, not the machine, killed or delayed a job.
 
-    That takes memory that is used up, or a process inside that may send the job signals: of the same user.
+    That requires exhausted memory, or a process inside that may send the job signals: of the same user.
     """
     by_signal = job.box.may_run and (job.box.as_root or not tools.maps_range)
     if job.timed_out:
@@ -296,7 +296,7 @@ def is_agents_doing(job: RunningCommand, tools: Tools) -> bool:
 
 
 def _fork_into(box: SandboxRecord, own_processes: int) -> int:
-    """Fork into a sandbox's process namespace, by being about to for a moment; returns twice, as ``fork`` does."""
+    """Fork into a sandbox's process namespace by entering it briefly; returns twice, like ``fork``."""
     enter(box.pidfd, CLONE_NEWPID)
     process = -1
     try:
@@ -308,9 +308,10 @@ def _fork_into(box: SandboxRecord, own_processes: int) -> int:
 
 
 def _fork_through(box: SandboxRecord) -> int:
-    """Fork into a sandbox's process namespace by way of a child, which has us as its child's parent.
+    """Fork into a sandbox's process namespace through an intermediate child, with the launcher as the parent of the
+    result.
 
-    For who is not the machine's root: into its namespace of processes there is a way in, but none back.
+    For launchers without root: they can enter a process namespace, but not return from it.
     """
     ours, theirs = os.pipe()
     between = os.fork()
@@ -336,9 +337,9 @@ def _fork_through(box: SandboxRecord) -> int:
 
 
 def enter_namespaces() -> bool:
-    """Enter a new mount namespace, and a user namespace unless this is the machine's root; true if it is.
+    """Enter a new mount namespace, and a user namespace unless this is the machine's root; true if it is root.
 
-    The machine's root is never a user of a sandbox: files of the kernel ask for the user, not for its powers.
+    No user in a sandbox maps to the machine's root: files of the kernel check the user, not its capabilities.
     """
     user, group = os.geteuid(), os.getegid()
     is_root = user == 0 and _text("/proc/self/uid_map").split() == ALL_USERS
@@ -351,7 +352,7 @@ def enter_namespaces() -> bool:
 
 
 def open_bare_namespace(folder: Path) -> int:
-    """Open a mount namespace without the host's mounts, in which sandboxes start."""
+    """Open a mount namespace without the host's mounts, the starting point of sandboxes."""
     folder.mkdir()
 
     def prepare() -> None:
@@ -363,14 +364,14 @@ def open_bare_namespace(folder: Path) -> int:
 
 
 def main() -> None:
-    """Serve one provider, whose socket number is on the command line."""
+    """Serve one provider, whose socket's descriptor number is on the command line."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's interrupt is the provider's to answer
+        signal.signal(number, signal.SIG_IGN)  # the provider handles a terminal's interrupt
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three for each sandbox
-    gc.disable()  # what it would touch, every child would copy
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three per sandbox
+    gc.disable()  # memory that it touches would be copied in every child
     options = wire.MessageReceiver(control).receive()
     assert options is not None, "the provider hung up before it said anything"
     try:

@@ -3,10 +3,10 @@
     create:          plot ─▶ group ─▶ mounts ─▶ first process: its list of calls is made, its descriptors are taken
     close, or death: reaped ─▶ group removed ─▶ told; the plot is free for another
 
-A plot is a user namespace with a range of users of its own; it takes a process to make one, so the next is made in idle
-moments, and it is used again: nothing that a command may do changes one. What the kernel counts for each user of the
-machine (watches, waiting signals, message queues) it charges to who made a namespace as well, so a plot is made by the
-first user of its range: no sandbox takes from another, nor from the machine's root. Standard library alone.
+A plot is a user namespace with its own range of users. Making one takes a process, so the next is made in idle time,
+and plots are reused: no command can change one. Per-user kernel counts (watches, pending signals, message queues) are
+also charged to the creator of a namespace, so the first user of a plot's range creates it: no sandbox uses up another's
+counts, nor those of the machine's root. Standard library alone.
 """
 
 import errno
@@ -38,24 +38,24 @@ from etude.sandboxes.ns.syscalls import (
 
 CAP_SYS_ADMIN = 21
 FIRST_USER, USERS, SLOTS = 0x70000000, 0x10000, 4096
-"""Ranges of users: a sandbox has one of its own, where no system gives out users."""
+"""Ranges of users: each sandbox has its own, outside the numbers that systems assign."""
 COUNTS = {"max_inotify_instances": 64, "max_inotify_watches": 1 << 14}
-"""Counts of one sandbox: a part of what a user of the machine has; who is not root has no other users to make plots."""
+"""Limits of one sandbox: a part of a user's limits; without root, all plots share one user's limits."""
 SPARE_PLOTS = 2
 """Number of uid ranges that are kept ready."""
 PARTING_BYTES = 64
-"""Size of a first process's message beside its descriptors: next to nothing."""
+"""Size of a first process's message besides its descriptors: almost nothing."""
 FILE_CALLS = ("openat2", "write")
 """Exit code of a first process that cannot write a first file."""
 UNFIT = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.ENAMETOOLONG, errno.ENOENT)
-"""Errors of that which are the path's fault and not the machine's."""
+"""Errors of that exit which the path causes, not the machine."""
 
 
 class SharedMounts(NamedTuple):
     """Mounts that all sandboxes of a launcher share."""
 
     skeleton: str
-    """The tree that makes the machine's programs a base system."""
+    """The tree around the machine's programs that makes them a base system."""
     devices: str
     """Their ``/dev``."""
 
@@ -66,7 +66,7 @@ class UidRange(NamedTuple):
     slot: int
     """Number of its uid range."""
     users: int
-    """Its descriptor."""
+    """Descriptor of the user namespace."""
 
 
 class Unmade(OSError):
@@ -75,7 +75,7 @@ class Unmade(OSError):
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)
         self.refused = refused
-        """True if that is the caller's fault: a first file that is none."""
+        """True if the caller is at fault: a first file has an invalid path."""
 
 
 class LifecycleManager:
@@ -88,7 +88,7 @@ class LifecycleManager:
         selector: selectors.BaseSelector,
         tell: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """``selector`` has callbacks as its data; ``tell`` sends something to the provider."""
+        """``selector`` has callbacks as its data; ``tell`` sends a message to the provider."""
         self._tools = tools
         self._shared_mounts = shared_mounts
         self._selector = selector
@@ -101,16 +101,16 @@ class LifecycleManager:
         self._is_full = False
 
     def __len__(self) -> int:
-        """The number of sandboxes that are not gone yet."""
+        """The number of sandboxes that still exist."""
         return len(self._boxes)
 
     @property
     def wants_uid_range(self) -> bool:
-        """True if there is something to do ahead."""
+        """True if another plot should be prepared."""
         return len(self._plots) < SPARE_PLOTS and not self._is_full
 
     def prepare(self) -> None:
-        """Make a plot, unless there can be no more: then those that there are will do."""
+        """Make a plot, unless no more can be made: then the existing ones must do."""
         try:
             self._plots.append(self._make_uid_range())
         except OSError:
@@ -119,9 +119,9 @@ class LifecycleManager:
                 raise
 
     def create(self, creation: Mapping[str, Any], files: int) -> tuple[bool, list[int]]:
-        """Make a sandbox; returns whether its files must be settled, and its listeners, which are the caller's.
+        """Make a sandbox; return whether its files must be settled, and its listeners, which the caller then owns.
 
-        Raises :class:`Unmade`, or ``OSError`` for what goes wrong out here.
+        Raises :class:`Unmade`, or ``OSError`` for an error outside the sandbox.
         """
         uid_range = self._plots.popleft() if self._plots else self._make_uid_range()
         box = SandboxRecord(creation, uid_range.slot)
@@ -138,14 +138,14 @@ class LifecycleManager:
         return self._tools.maps_range and is_unsettled(creation), listeners
 
     def find(self, number: int) -> SandboxRecord:
-        """A living sandbox. Raises ``OSError`` if it is not."""
+        """A living sandbox. Raises ``OSError`` if it is not alive."""
         box = self._boxes.get(number)
         if box is None or box.state is not BoxState.LIVE:
             raise OSError(f"sandbox {number} is not alive")
         return box
 
     def end(self, number: int) -> bool:
-        """Kill a sandbox's first process, and with it all others in there; false if it is gone already."""
+        """Kill a sandbox's first process, and thereby all others in it; false if it is already gone."""
         box = self._boxes.get(number)
         if box is None:
             return False
@@ -162,7 +162,7 @@ class LifecycleManager:
             self.end(number)
 
     def _start_first_process(self, box: SandboxRecord, uid_range: UidRange, files: int) -> list[int]:
-        """Make a sandbox's first process; returns its listeners."""
+        """Start a sandbox's first process; return its listeners."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         entries = self._tools.cgroups.open_entries(box.name)
         try:
@@ -207,7 +207,7 @@ class LifecycleManager:
         return listeners
 
     def _reap(self, box: SandboxRecord) -> None:
-        """A sandbox's first process is gone, and everything with it."""
+        """Clean up after a sandbox's first process, and thus all its processes, ended."""
         os.waitpid(box.process, 0)
         self._selector.unregister(box.pidfd)
         if box.state is not BoxState.ENDING:
@@ -224,11 +224,11 @@ class LifecycleManager:
         self._tell({"kind": "closed" if box.close_asked else "died", "box": box.number, "error": error})
 
     def _make_uid_range(self) -> UidRange:
-        """Have a child leave for a user namespace, say who its users are outside, and keep that."""
+        """Have a child enter a new user namespace, map its users, and keep the namespace."""
         if self._slots_taken >= SLOTS:
             raise OSError(f"{SLOTS} sandboxes are alive, which is as many as one provider has users for")
         slot = (self._first_slot + self._slots_taken) % SLOTS
-        show_process()  # its child's maps could not be written otherwise
+        show_process()  # otherwise its child's maps could not be written
         with held_child(lambda: self._make_namespace(slot), "no user namespace can be made") as process:
             self._map_users(process, slot)
             users = os.open(f"/proc/{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
@@ -236,18 +236,18 @@ class LifecycleManager:
         return UidRange(slot, users)
 
     def _make_namespace(self, slot: int) -> None:
-        """Leave for a user namespace that the first user of a slot's range has made, where there are such users."""
+        """Enter a user namespace created by the first user of a slot's range, if there are such users."""
         self._selector.close()
         if self._tools.maps_range:
             os.seteuid(_first_user(slot))
-            limit_capabilities(frozenset({CAP_SYS_ADMIN}))  # machines may refuse namespaces to who has none
+            limit_capabilities(frozenset({CAP_SYS_ADMIN}))  # some machines refuse namespaces without it
         unshare(CLONE_NEWUSER)
         for name, most in COUNTS.items():
-            with suppress(OSError):  # a kernel without it counts in another way
+            with suppress(OSError):  # older kernels count differently
                 write_text(f"/proc/sys/user/{name}", b"%d" % most)
 
     def _map_users(self, process: int, slot: int) -> None:
-        """Say who the users inside are outside: a range of unused users, else this user alone, who is not root."""
+        """Map the users inside to users outside: a range of unused users, or else only this user, who is not root."""
         if self._tools.maps_range:
             line = b"0 %d %d" % (_first_user(slot), USERS)
         else:
@@ -262,7 +262,7 @@ def _first_user(slot: int) -> int:
 
 
 def _unmade(failure: CallFailure, process: int, files: Mapping[str, bytes]) -> Unmade:
-    """The reason that a first process ended before it was one, which is collected if there was one."""
+    """The reason why a first process failed to start; the process is reaped if there was one."""
     if 0 < process < NOT_MADE:
         os.waitpid(process, 0)
     reason = os.strerror(failure.errno)
@@ -281,5 +281,5 @@ def _read_files(files: int) -> Mapping[str, bytes]:
 
 
 def _limits(creation: Mapping[str, Any]) -> dict[str, float]:
-    """By controller; init is a process as well."""
+    """Limits by controller; init counts as a process too."""
     return {MEMORY: creation["memory_bytes"], PROCESSES: creation["processes"] + 1, CPU: creation["cpus"]}

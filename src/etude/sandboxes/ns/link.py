@@ -3,7 +3,7 @@
     request, descriptors ──▶ launcher ──▶ future
 
 Owns the launcher process (:mod:`etude.sandboxes.ns.launcher`) and the futures that wait for it. States: new ──start──▶
-open ──close, or the launcher dies──▶ closed. When the launcher is gone, every future fails, and so does every request.
+open ──close, or the launcher dies──▶ closed. Once the launcher is gone, every future and every request fails.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from etude.errors import SandboxError
 from etude.sandboxes.ns import wire
 
 START_TIMEOUT_S = 30.0
-"""For a launcher to say what the machine grants; it takes some 100 ms on an idle machine."""
+"""Timeout for a launcher to report what the machine grants; it takes some 100 ms on an idle machine."""
 EXIT_TIMEOUT_S = 30.0
-"""For a launcher to end every process and itself once we have hung up."""
+"""Timeout for a launcher to end all processes and itself after the connection was closed."""
 SEND_TIMEOUT_S = 30.0
-"""For a launcher that is busy to take a message."""
+"""Timeout for a busy launcher to accept a message."""
 
 
 class LauncherGone(SandboxError):
-    """Error: the launcher ended before it answered; another launcher may be asked for what can begin anew."""
+    """Error: the launcher ended before it answered; requests that can start afresh may go to another launcher."""
 
 
 class LauncherLink:
@@ -49,7 +49,9 @@ class LauncherLink:
 
     @classmethod
     async def start(cls, options: wire.Options) -> Self:
-        """Start a launcher. Raises :class:`~etude.errors.SandboxError` when it does not, or the machine grants none."""
+        """Start a launcher. Raises :class:`~etude.errors.SandboxError` if it fails, or the machine allows
+        no sandboxes.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             argv = ("-P", "-s", "-S", "-B", "-X", "utf8", "-m", "etude.sandboxes.ns.launcher", str(theirs.fileno()))
@@ -88,24 +90,24 @@ class LauncherLink:
         return self._closed
 
     def next_number(self) -> int:
-        """A number for a request or a sandbox, not used before."""
+        """An unused number for a request or a sandbox."""
         self._requests += 1
         return self._requests
 
     def watch_box(self, box: int) -> asyncio.Future[str]:
-        """Wait for the end of a sandbox; returns the reason, empty if it was closed."""
+        """Wait for the end of a sandbox; return the reason, empty if it was closed."""
         return self._ends.setdefault(box, asyncio.get_running_loop().create_future())
 
     async def ask(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> asyncio.Future[dict[str, Any]]:
-        """Ask for something that is answered under the request's ``id``; the future fails if it cannot be done."""
+        """Send a request that is answered under its ``id``; the future fails if the request does."""
         answer = asyncio.get_running_loop().create_future()
         self._answers[body["id"]] = answer
         try:
             await self.send(body, descriptors)
         except BaseException:
-            self._answers.pop(body["id"], None)  # a launcher that has ended took its answers along
+            self._answers.pop(body["id"], None)  # a launcher that ended already failed all its requests
             if answer.done():
-                answer.exception()  # the one raised here says the same
+                answer.exception()  # the error raised here is the same
             raise
         return answer
 
@@ -122,7 +124,7 @@ class LauncherLink:
         raise LauncherGone("the launcher of sandboxes has ended")
 
     async def close(self) -> None:
-        """Hang up, and wait until the launcher has ended everything; calling it twice is harmless."""
+        """Close the connection, and wait until the launcher has ended everything; calling it twice is harmless."""
         self._fail()
         await _wait(self._process)
 
@@ -149,17 +151,17 @@ class LauncherLink:
     def _settle_answer(self, message: wire.LauncherMessage) -> None:
         body = message.body
         answer = self._answers.pop(body["id"], None)
-        if answer is None or answer.done():  # the caller has given up
+        if answer is None or answer.done():  # the caller was cancelled
             for descriptor in message.descriptors:
                 os.close(descriptor)
         elif body["kind"] == "failed":
             answer.set_exception(ValueError(body["error"]) if body["refused"] else SandboxError(body["error"]))
-            answer.exception()  # the caller may give up just now
+            answer.exception()  # the caller may be cancelled just now
         else:
             answer.set_result({**body, "descriptors": message.descriptors})
 
     def _fail(self) -> None:
-        """The launcher is gone, and everything it had with it."""
+        """Fail all requests and sandboxes: the launcher is gone."""
         if self._closed:
             return
         self._closed = True
@@ -168,7 +170,7 @@ class LauncherLink:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(LauncherGone("the launcher of sandboxes has ended"))
-                answer.exception()  # the caller may have given up
+                answer.exception()  # the caller may have been cancelled
         for end in self._ends.values():
             if not end.done():
                 end.set_result("the launcher of sandboxes has ended")
@@ -179,7 +181,7 @@ class LauncherLink:
 async def receive(connection: socket.socket, timeout_s: float) -> wire.LauncherMessage | None:
     """Receive the next message of a non-blocking socket; ``None`` when the other end is closed.
 
-    Raises :class:`~etude.errors.SandboxError` when there is none in time.
+    Raises :class:`~etude.errors.SandboxError` if there is none in time.
     """
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()

@@ -3,20 +3,20 @@
     provider ──▶ launcher (etude.sandboxes.ns.launcher) ──▶ a sandbox's first process ──▶ init
                      └──▶ commands                       see ns_calls, ns_child, ns_root, ns_filter, ns_cgroups
 
-Inside: a base system (the machine's own programs, read-only, or a stored one) under the layers of an image under what
-was written, in memory; users, processes, network, host name and IPC of its own; no capabilities, a filter of system
-calls, limits of memory, processes and disk. Files that are written are in memory: they count as memory as well as disk.
+Inside: a base system (the machine's own programs, read-only, or a stored one) under the layers of an image under the
+written files, in memory; separate users, processes, network, host name and IPC; no capabilities, a system call filter,
+limits of memory, processes and disk. Written files are in memory: they count as memory and as disk.
 
-What the machine's root has and others do not: a range of users for every sandbox, so that there is a root inside, who
-builds images (``IMAGES``, ``SNAPSHOT``); and control groups, without which memory is limited for each process alone
-(``MEMORY_LIMIT``). Without root it lacks those three: all files are the agent's and the system is read-only.
-The machine's root is no user of any sandbox: the kernel's own files ask who writes them, not for powers.
+Only the machine's root has: a range of users for every sandbox, hence a root inside that builds images (``IMAGES``,
+``SNAPSHOT``); and control groups, without which memory is limited only per process (``MEMORY_LIMIT``). Without root
+these three are missing: all files are the agent's and the system is read-only. No user in a sandbox maps to the
+machine's root: the kernel's files check the writer's user, not its capabilities.
 
-All sandboxes share the machine's kernel: a boundary for models that are trained, not for tenants who are hostile. For
-those: :mod:`etude.sandboxes.oci.provider`, :mod:`etude.sandboxes.qemu`.
+All sandboxes share the machine's kernel: a boundary for models in training, not for hostile tenants. For those:
+:mod:`etude.sandboxes.oci.provider`, :mod:`etude.sandboxes.qemu`.
 
-States of a provider: new ──create──▶ open ──close──▶ closed. Owns its folder and its launcher; when it is killed, the
-launcher ends everything, and the next provider sweeps the folder.
+States of a provider: new ──create──▶ open ──close──▶ closed. Owns its folder and its launcher; when the provider is
+killed, the launcher ends everything, and the next provider removes the folder.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from etude.sandboxes.scratch import Scratch
 
 NAME = "ns"
 START_TIMEOUT_S = 60.0
-"""For a sandbox to be built; it takes some 20 ms on an idle machine."""
+"""Timeout for building a sandbox; it takes some 20 ms on an idle machine."""
 ALWAYS = frozenset(
     {
         *(Capability.CONFINED, Capability.PROCESSES_APART, Capability.NETWORK_OFF, Capability.ALLOW_LIST),
@@ -57,7 +57,7 @@ ALWAYS = frozenset(
         *(Capability.BACKGROUND, Capability.FORK),
     }
 )
-"""Capabilities on any machine on which a sandbox can be made."""
+"""Capabilities on any machine that can make a sandbox."""
 
 
 class NamespaceSandboxes:
@@ -69,7 +69,7 @@ class NamespaceSandboxes:
         scratch: Path | None = None,
         bases: Mapping[str, Path] | None = None,
     ) -> None:
-        """``scratch`` is where the provider's folder is made (default: the temporary directory), which holds snapshots;
+        """``scratch`` is the parent of the provider's folder (default: the temporary directory), which holds snapshots;
         ``bases`` are the root folders of stored base systems, such as
         :attr:`~etude.sandboxes.images.store.ImageStore.bases`.
         """
@@ -80,7 +80,7 @@ class NamespaceSandboxes:
         self._proven: frozenset[Capability] | None = None
         self._opening = asyncio.Lock()
         self._sandboxes: set[NamespaceSandbox] = set()
-        self._lent: dict[Path, int] = {}  # layer that was made for forks → who stands on it
+        self._lent: dict[Path, int] = {}  # layer made for forks → number of its users
         self._layers_made = 0
         self._closed = False
 
@@ -90,7 +90,7 @@ class NamespaceSandboxes:
         return None if self._home is None else self._home.link.pid
 
     async def capabilities(self) -> frozenset[Capability]:
-        """Its capabilities on this machine: none where no sandbox can be made."""
+        """Its capabilities on this machine; empty if no sandbox can be made."""
         if self._proven is None:
             try:
                 home = await self._open()
@@ -102,15 +102,15 @@ class NamespaceSandboxes:
             except SandboxError:
                 if self._closed:
                     raise
-                return frozenset()  # not remembered: a machine that is short of something now may have it later
+                return frozenset()  # not cached: a temporary shortage may end
             self._proven = _capabilities(home.link.grants) if works else frozenset()
         return self._proven
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> NamespaceSandbox:
         """A fresh sandbox that holds ``files``; the first one also starts the launcher.
 
-        Raises :class:`~etude.errors.SandboxError` if it cannot be made or what it shall show is not there, and
-        ``ValueError`` for a path that would leave it.
+        Raises :class:`~etude.errors.SandboxError` if it cannot be made or a shown path is missing, and ``ValueError``
+        for a path that leaves it.
         """
         home = await self._open()
         spec = spec or SandboxSpec()
@@ -120,7 +120,7 @@ class NamespaceSandboxes:
                 raise unsupported(NAME, words, "it as root, or qemu")
         try:
             sandbox = await self._make(files, spec, home)
-        except LauncherGone:  # it was killed, before this request or during it, and nothing of the sandbox is left
+        except LauncherGone:  # it was killed, before this request or during it, with everything of the sandbox
             sandbox = await self._make(files, spec, await self._open())
         await services_started(sandbox, spec.image)
         await started(sandbox, spec.image)
@@ -174,7 +174,7 @@ class NamespaceSandboxes:
             sandbox = NamespaceSandbox(home, HandleArguments(box=creation["box"], spec=spec, egress=egress))
             self._sandboxes.add(sandbox)
         except BaseException:
-            with suppress(SandboxError):  # it is gone with its launcher
+            with suppress(SandboxError):  # it ended with its launcher
                 await link.send({"kind": "close", "box": creation["box"]})
             raise
         finally:
@@ -216,7 +216,7 @@ class NamespaceSandboxes:
         if Capability.SNAPSHOT not in _capabilities(home.link.grants):
             raise unsupported(NAME, "a snapshot", "it as root, or qemu")
         image = sandbox.spec.image
-        self._hold(image.layers)  # for good
+        self._hold(image.layers)  # permanently
         return replace(image, digest="", layers=(*image.layers, await self._copy_layer(sandbox)))
 
     async def _fork(self, sandbox: NamespaceSandbox, count: int) -> Sequence[NamespaceSandbox]:
@@ -232,7 +232,7 @@ class NamespaceSandboxes:
             await self._release(spec.image.layers)
 
     async def _restart(self, spec: SandboxSpec, home: NamespaceSandboxHooks) -> NamespaceSandbox:
-        """A sandbox in which everything that its image starts begins anew."""
+        """Make a sandbox in which everything that its image starts runs afresh."""
         sandbox = await self._make({}, spec, home)
         await services_started(sandbox, spec.image)
         await started(sandbox, spec.image)
@@ -251,12 +251,12 @@ class NamespaceSandboxes:
         return layer
 
     async def _forget(self, sandbox: NamespaceSandbox) -> None:
-        """A sandbox has been closed."""
+        """Forget a sandbox that has been closed."""
         self._sandboxes.discard(sandbox)
         await self._release(sandbox.spec.image.layers)
 
     def _hold(self, layers: Sequence[Path]) -> None:
-        """Count one more user of layers; those that were made for forks go with their last user."""
+        """Count one more user of layers; layers made for forks are removed with their last user."""
         for layer in set(layers) & self._lent.keys():
             self._lent[layer] += 1
 
@@ -270,14 +270,16 @@ class NamespaceSandboxes:
 
 
 def _capabilities(grants: Mapping[str, Any]) -> frozenset[Capability]:
-    """Capabilities by the grants of a launcher."""
+    """Capabilities from the grants of a launcher."""
     images = {Capability.IMAGES, Capability.IMAGE_SERVICES, Capability.SNAPSHOT} if grants["maps_range"] else set()
     counted = {Capability.MEMORY_LIMIT} if MEMORY in grants["controllers"] else set()
     return ALWAYS | images | counted
 
 
 async def _ask_for(link: LauncherLink, creation: wire.CreateOrder, files: int) -> dict[str, Any]:
-    """Ask the launcher for a sandbox. Raises ``ValueError`` for files that cannot be, else ``SandboxError``."""
+    """Request a sandbox from the launcher. Raises ``ValueError`` for files with invalid paths,
+    else ``SandboxError``.
+    """
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             return await (await link.ask({"kind": "create", "id": creation["box"], **creation}, (files,)))

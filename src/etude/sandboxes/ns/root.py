@@ -3,12 +3,12 @@
     skeleton or base ◀ layers ◀ upper (a tmpfs as large as the disk limit)   one overlay, and one of /usr where it is
     the machine's; then /proc, /dev and what is shown read-only; all of it covers the bare root below.
 
-The calls are made in the sandbox's namespaces, as their root, which is no user outside. Their mount namespace begins as
-a copy of a bare one (:func:`make_bare_root`), in which there is nothing of the machine but a ``/proc`` for the kernel
-to see: so nothing has to be let go of, which would take longer than all the rest. What is covered cannot be reached:
-that takes the right to mount or to ``chroot``, which no command has, not even the sandbox's root. Everything of the
-machine comes in as a mount that the launcher made and has open, so no path of the machine is looked up in here. Owns
-the order of mounts. Standard library alone.
+The calls are made in the sandbox's namespaces as their root, which is an unprivileged user outside. Their mount
+namespace starts as a copy of a bare one (:func:`make_bare_root`) that has nothing of the machine except a ``/proc``
+required by the kernel, so no mounts have to be detached, which would take longer than all the rest. Covered mounts
+cannot be reached: that needs the right to mount or to ``chroot``, which no command has, not even the sandbox's root.
+Everything from the machine enters as a mount that the launcher has opened, so no path of the machine is resolved here.
+Owns the order of mounts. Standard library alone.
 """
 
 import ipaddress
@@ -51,7 +51,7 @@ from etude.sandboxes.ns.syscalls import (
 )
 
 NAMES_NETWORK = ipaddress.IPv4Network("127.77.0.0/16")
-"""Addresses of names, in order; 127.0.0.1 stays the sandbox's own."""
+"""Addresses assigned to names, in order; 127.0.0.1 stays the sandbox's own."""
 SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK, IFF_UP_RUNNING = 0x8914, 0x8916, 0x891C, 0x41
 MAX_PLACES = 64
 """Most places of one sandbox: each has a listener in the provider's process."""
@@ -63,12 +63,12 @@ class AllowedPlace(NamedTuple):
     host: str
     port: int
     address: str
-    """Its address inside: one of the loopback."""
+    """Its address inside, on the loopback."""
 
 
 def places(allow: Sequence[str]) -> tuple[AllowedPlace, ...]:
-    """The places of a list ``host:port``, with their addresses inside. ``ValueError`` for a port that none can have, or
-    too many.
+    """The places in a list of ``host:port``, with their addresses inside. ``ValueError`` for an invalid port or too
+    many places.
 
     A name has the same address for each of its ports.
     """
@@ -87,7 +87,7 @@ def places(allow: Sequence[str]) -> tuple[AllowedPlace, ...]:
 
 
 def hosts_text(reachable: Sequence[AllowedPlace], hostname: str, names: Sequence[str] = ()) -> str:
-    """The text of a sandbox's ``/etc/hosts``; ``names`` are more of its own."""
+    """The text of a sandbox's ``/etc/hosts``; ``names`` are the sandbox's additional names."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback", f"127.0.1.1 {hostname}"]
     lines += [f"127.0.0.1 {name}" for name in names]
     lines += dict.fromkeys(f"{place.address} {place.host}" for place in reachable if place.host not in _silent(place))
@@ -103,7 +103,7 @@ class SocketIoctl(NamedTuple):
 
 
 def network_requests(reachable: Sequence[AllowedPlace]) -> list[SocketIoctl]:
-    """The ``ioctl`` requests that raise a namespace's loopback and give it the addresses of places."""
+    """The ``ioctl`` requests that activate a namespace's loopback and add the addresses of places to it."""
     requests = [SocketIoctl(SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP_RUNNING), "the loopback")]
     added = sorted({place.address for place in reachable if not place.address.startswith("127.")})
     for number, address in enumerate(added):
@@ -128,7 +128,7 @@ def _literal(host: str) -> str | None:
 
 
 def _silent(place: AllowedPlace) -> tuple[str, ...]:
-    """Hosts that no line is needed for."""
+    """Hosts that need no line."""
     return place.address, "localhost"
 
 
@@ -136,16 +136,18 @@ AGENT = 1000
 HOME = "/home/agent"
 HOSTNAME = "sandbox"
 INODE_BYTES = 4096
-"""Bytes of disk for each allowed file or folder: empty ones take memory, too."""
+"""Bytes of disk per allowed file or folder: even empty ones take memory."""
 TERMINALS = 64
-"""Pseudo-terminals that may be open; the machine has some thousand."""
+"""Open pseudo-terminals of a sandbox; the machine has some thousand."""
 SHIELDED = ("/proc/sys",)
-"""Shown read-only. In a user namespace of its own no process may write there anyway: this is the second lock."""
+"""Shown read-only. A process in its own user namespace cannot write there anyway: this is a second barrier."""
 HIDDEN_FILES = ("/proc/kcore", "/proc/keys", "/proc/latency_stats")
 HIDDEN_FOLDERS = ("/proc/acpi", "/proc/scsi", "/proc/asound")
-"""Files that tell of the machine and nothing of the sandbox, as far as others than the machine's root may read them."""
+"""Folders that reveal facts about the machine and none about the sandbox, as far as users other than root can read
+them.
+"""
 STAGE = "/stage"
-"""Folder in which a root is built, in a bare one."""
+"""Folder in a bare root in which the root is built."""
 QUIET = MS_NOSUID | MS_NODEV
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 
@@ -155,7 +157,7 @@ class OverlayMount(NamedTuple):
 
     target: str
     trees: tuple[int, ...]
-    """Mounts that are nowhere yet."""
+    """Mounts that are not attached yet."""
 
 
 class ShownMount(NamedTuple):
@@ -165,16 +167,16 @@ class ShownMount(NamedTuple):
     tree: int
     is_folder: bool
     has_place: bool
-    """True if the lowest tree has something at the target."""
+    """True if the lowest tree contains the target."""
 
 
 class RootPlan(NamedTuple):
     """The plan of a sandbox's root."""
 
     overlays: tuple[OverlayMount, ...]
-    """The root's first."""
+    """The root's overlay first."""
     devices: int
-    """The mount of a ``/dev``."""
+    """The mount for ``/dev``."""
     shown: tuple[ShownMount, ...]
     disk_bytes: int
     shared_memory_bytes: int
@@ -182,17 +184,17 @@ class RootPlan(NamedTuple):
     user: Sequence[Any]
     """Number, group and home of the user that owns the working folder."""
     hosts: str
-    """The text of ``/etc/hosts``; empty for the one that is there."""
+    """The text of ``/etc/hosts``; empty to keep the existing file."""
     roots: Sequence[str]
-    """Places that are roots of services."""
+    """Paths that are roots of services."""
     is_settled: bool
-    """True if the lowest tree has all folders that a root needs, the agent's among them as they shall be."""
+    """True if the lowest tree has all folders that a root needs, with the right owner of the agent's folders."""
     maps_range: bool
-    """True if the namespace has users besides the one that commands run as."""
+    """True if the namespace has users besides the one that runs commands."""
 
 
 def make_bare_root(folder: str) -> None:
-    """Make this process's root a new one in ``folder``, with nothing in it but a ``/proc`` and a place to build on."""
+    """Make a new root for this process in ``folder``, with only a ``/proc`` and a folder to build in."""
     mount("bare", folder, "tmpfs", QUIET | MS_NOEXEC, "size=64k,mode=755")
     for name in ("proc", STAGE.strip("/")):
         os.mkdir(f"{folder}/{name}")  # noqa: PTH102 - beside the mounts
@@ -210,14 +212,14 @@ def existing_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class RootCalls:
-    """Appends the system calls that build and enter a root to a list."""
+    """Appends to a list the system calls that build and enter a root."""
 
     def __init__(self, calls: CallList, plan: RootPlan) -> None:
         self._calls = calls
         self._plan = plan
 
     def add(self) -> Result:
-        """Add all of them; the result is a descriptor of the folder that has what will be written."""
+        """Add all calls; the result is a descriptor of the folder for written files."""
         plan, calls = self._plan, self._calls
         inodes = max(1024, plan.disk_bytes // INODE_BYTES)
         self._mount("files", STAGE, "tmpfs", QUIET, f"size={plan.disk_bytes},nr_inodes={inodes},mode=755")
@@ -247,7 +249,7 @@ class RootCalls:
         return written
 
     def _add_overlay(self, number: int, overlay: OverlayMount) -> None:
-        """Mount trees over each other at ``root`` + target; what is written goes to ``upper/number``."""
+        """Mount trees over each other at ``root`` + target; written files go to ``upper/number``."""
         lowers = [f"lower{number}.{index}" for index in range(len(overlay.trees))]
         for lower, tree in zip(lowers, overlay.trees, strict=True):
             self._make_folder(lower)
@@ -258,7 +260,7 @@ class RootCalls:
         self._mount("overlay", f"root{overlay.target}", "overlay", QUIET, options)
 
     def _add_hosts(self) -> Result:
-        """A file beside the root, as a mount that is nowhere yet."""
+        """Add a file outside the root, as an unattached mount."""
         text = self._plan.hosts.encode()
         file = self._calls.add("openat", AT_FDCWD, b"hosts", NEW_FILE, 0o644)
         self._calls.add("write", file, text, len(text))
@@ -266,7 +268,7 @@ class RootCalls:
         return self._calls.add("open_tree", AT_FDCWD, b"hosts", flags)
 
     def _settle(self) -> None:
-        """Folders that another root than ours may lack; what belongs to the agent."""
+        """Make folders that an image's root may lack, and set the owner of the agent's folders."""
         for path in ("/proc", "/dev", "/sys", "/tmp", "/etc"):
             self._make_folder(path, anyway=True)
         self._calls.add("fchmodat", AT_FDCWD, b"/tmp", 0o1777)
@@ -278,7 +280,9 @@ class RootCalls:
                 self._calls.add("fchownat", AT_FDCWD, path.encode(), uid, gid, AT_SYMLINK_NOFOLLOW)
 
     def _add_system(self) -> None:
-        """``/proc`` and ``/dev``; the kernel allows the former because of the one that hides nothing below."""
+        """Mount ``/proc`` and ``/dev``; the kernel allows ``/proc`` because the bare root has one without
+        hidden parts.
+        """
         self._mount("proc", "/proc", "proc", QUIET | MS_NOEXEC)
         self._attach(self._plan.devices, "/dev")
         terminals = f"newinstance,ptmxmode=0666,max={TERMINALS}"
@@ -312,7 +316,7 @@ class RootCalls:
             self._mount(path, root + path, "", MS_BIND | MS_REC)
 
     def _guard_system(self) -> None:
-        """Let only the agent's folders be written where everything belongs to the one user there is."""
+        """Make only the agent's folders writable if everything belongs to the only user."""
         for path in (self._plan.workdir, self._plan.user[2], "/tmp", "/var/tmp"):
             self._mount(path, path, "", MS_BIND | MS_REC)
         read_only = struct.pack("4Q", ATTR_RDONLY, 0, 0, 0)
@@ -323,12 +327,12 @@ class RootCalls:
             self._make_folder(str(parent), anyway=True)
 
     def _make_folder(self, path: str, *, anyway: bool = False) -> None:
-        """``anyway``: one that is there already will do."""
+        """With ``anyway``, an existing folder is accepted."""
         traits = MAY_FAIL if anyway else 0
         self._calls.add("mkdirat", AT_FDCWD, path.encode(), 0o755, traits=traits, about=path)
 
     def _make_file(self, path: str) -> None:
-        """One that is there already will do. It is closed: a root with open files could not be made read-only."""
+        """Make and close a file; an existing one is accepted. A root with open files could not be made read-only."""
         file = self._calls.add("openat", AT_FDCWD, path.encode(), NEW_FILE, 0o644, traits=MAY_FAIL)
         self._calls.add("close", file, traits=MAY_FAIL)
 
@@ -337,13 +341,13 @@ class RootCalls:
         self._calls.add("mount", *arguments, about=f"{kind or source} on {target}")
 
     def _attach(self, tree: int | Result, target: str) -> None:
-        """Put a mount that is nowhere yet in its place."""
+        """Attach an unattached mount to its mount point."""
         flags = MOVE_MOUNT_F_EMPTY_PATH
         self._calls.add("move_mount", tree, b"", AT_FDCWD, target.encode(), flags, about=target)
 
 
 def overlay_folders(targets: Sequence[str]) -> dict[str, str]:
-    """The folder of what is written → where it belongs in a layer, by the targets of a root's overlays."""
+    """The folder of written files → its path in a layer, from the targets of a root's overlays."""
     return {str(number): target.strip("/") for number, target in enumerate(targets)}
 
 
@@ -358,15 +362,15 @@ DEVICE_LINKS = {
 }
 GUARDED = ATTR_NOSUID | ATTR_NODEV
 MAX_LAYERS = 100
-"""Most layers of one image; overlayfs takes a few hundred."""
+"""Most layers of one image; overlayfs allows a few hundred."""
 SHARED_MEMORY_PART = 2
-"""``/dev/shm`` may hold this part of a sandbox's memory, and no more than its disk."""
+"""``/dev/shm`` may hold this part of a sandbox's memory, and no more than its disk limit."""
 
 
 def make_device_tree(folder: Path, *, is_root: bool) -> str:
-    """Make a ``/dev`` for all sandboxes, in the launcher's own mount namespace; returns its path.
+    """Make a ``/dev`` for all sandboxes, in the launcher's own mount namespace; return its path.
 
-    Only the machine's root makes devices; anybody else shows the machine's, each a mount of its own.
+    Only the machine's root can make devices; other users bind-mount each of the machine's devices.
     """
     folder.mkdir()
     mount("devices", str(folder), "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755")
@@ -388,7 +392,7 @@ class MountBundle:
     """The mounts for one sandbox; leaving the block closes them."""
 
     def __init__(self, user_namespace: int | None) -> None:
-        """``user_namespace`` is the one that owners are shown in, ``None`` to show the machine's."""
+        """``user_namespace`` maps the owners of files; ``None`` shows the machine's owners."""
         self._user_namespace = user_namespace
         self.trees: list[int] = []
 
@@ -400,7 +404,7 @@ class MountBundle:
             os.close(tree)
 
     def add(self, path: str, attributes: int, *, mapped: bool, recursive: bool = False) -> int:
-        """Add a mount; returns its descriptor. ``OSError`` for a path that is not there."""
+        """Add a mount; return its descriptor. ``OSError`` for a missing path."""
         tree, recursive = _clone(path, recursive=recursive)
         self.trees.append(tree)
         if mapped and self._user_namespace is not None:
@@ -411,7 +415,7 @@ class MountBundle:
 
 
 def plan_root(box: SandboxRecord, bundle: MountBundle, *, skeleton: str, devices: str, maps_range: bool) -> RootPlan:
-    """Fill a sandbox's mount bundle; returns the plan of its root."""
+    """Fill a sandbox's mount bundle; return the plan of its root."""
     creation = box.creation
     overlays = []
     for target in box.overlays:
@@ -445,7 +449,7 @@ def plan_root(box: SandboxRecord, bundle: MountBundle, *, skeleton: str, devices
 
 
 def is_unsettled(creation: Mapping[str, Any]) -> bool:
-    """True if an image has files in its user's folders with another owner; a store's images have none."""
+    """True if an image has files with another owner in its user's folders; images of a store never do."""
     trees = [*reversed(creation["layers"]), *filter(None, [creation["root"]])]
     uid, _, home = creation["user"]
     for place in (creation["workdir"], home):
@@ -461,7 +465,7 @@ def is_unsettled(creation: Mapping[str, Any]) -> bool:
 
 
 def _clone(path: str, *, recursive: bool) -> tuple[int, bool]:
-    """A mount of ``path``, with what is mounted below it where that may not be uncovered; and whether it is."""
+    """A mount of ``path``, with the mounts below it if they must not be uncovered; and whether it includes them."""
     try:
         return clone_tree(path, recursive=recursive), recursive
     except OSError as error:

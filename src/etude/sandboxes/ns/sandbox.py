@@ -2,9 +2,8 @@
 
     exec ──argv, pipes──▶ launcher ──▶ command        files ──▶ job inside (etude.sandboxes.ns.child)
 
-Owns its life: open until it is closed, by its holder, its provider or its time to live, or until its first process
-dies. Then everything in it is killed, and what still waits for it fails. What runs in it is
-:mod:`etude.sandboxes.ns.sandbox`'s.
+Owns its life: open until it is closed by its holder, its provider or its time to live, or until its first process dies.
+Then everything in it is killed, and pending calls fail. :class:`Commands` runs its commands.
 """
 
 import asyncio
@@ -31,15 +30,15 @@ from etude.sandboxes.ns.link import LauncherLink
 from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe, exec_result
 
 GRACE_S = 10.0
-"""For a command to end once it was killed; then its sandbox is given up."""
+"""Timeout for a killed command to end; after that its sandbox is closed."""
 JOB_TIMEOUT_S = 120.0
-"""For files to be carried in or out."""
+"""Timeout for a transfer of files."""
 MAX_LISTENED = 32
-"""Outputs of commands' descendants that are read at a time."""
+"""Outputs of commands' descendants read at a time."""
 ANSWER_LIMIT_BYTES = 1 << 30
-"""Deadline of a job; what it carries has limits of its own."""
+"""Largest answer of a job; its content has limits of its own."""
 KILLED = 137
-"""Exit code of a command whose time ran out."""
+"""Exit code of a command that timed out."""
 
 
 class Commands:
@@ -48,7 +47,7 @@ class Commands:
     def __init__(
         self, link: LauncherLink, box: int, *, check_open: Callable[[], None], fail: Callable[[str], None]
     ) -> None:
-        """``check_open`` raises when the sandbox is closed; ``fail`` closes it for a reason."""
+        """``check_open`` raises if the sandbox is closed; ``fail`` closes it with a reason."""
         self._link = link
         self._box = box
         self._check_open = check_open
@@ -56,7 +55,7 @@ class Commands:
         self._descendants = DescendantOutputs(MAX_LISTENED)
 
     async def run(self, command: Command, *, environment: Mapping[str, str], workdir: str) -> ExecResult:
-        """Run a command to its end. Raises :class:`~etude.errors.SandboxError` when the sandbox fails under it."""
+        """Run a command to its end. Raises :class:`~etude.errors.SandboxError` if the sandbox fails meanwhile."""
         body = {
             "kind": "exec",
             "id": self._link.next_number(),
@@ -78,7 +77,7 @@ class Commands:
             self._descendants.add(pipes)
 
     async def job(self, job: str, request: Mapping[str, Any], data: bytes = b"") -> bytes | None:
-        """Do one of :data:`~etude.sandboxes.ns.child.JOBS` inside; ``None`` when there is no such file."""
+        """Run one of :data:`~etude.sandboxes.ns.child.JOBS` inside; ``None`` if the file does not exist."""
         number = self._link.next_number()
         body = {"kind": "job", "id": number, "box": self._box, "job": job, **request}
         pipe = await OutputPipe.open(ANSWER_LIMIT_BYTES)
@@ -100,7 +99,7 @@ class Commands:
             pipe.close()
 
     def close(self) -> None:
-        """Stop reading what anybody prints."""
+        """Stop reading all outputs."""
         self._descendants.close()
 
     async def _run(self, body: Mapping[str, Any], command: Command, pipes: Sequence[OutputPipe]) -> ExecResult:
@@ -115,17 +114,19 @@ class Commands:
         return exec_result(pipes, exit_code, timed_out=timed_out, start_s=start_s)
 
     async def _start(self, body: Mapping[str, Any], descriptors: Sequence[int]) -> asyncio.Future[dict[str, Any]]:
-        """Ask for a command or job; its input, the first descriptor, is closed out here."""
+        """Start a command or job; its input, the first descriptor, is closed on this side."""
         try:
             return await self._link.ask(body, descriptors)
         except SandboxError:
-            self._check_open()  # that it has ended says more than that there is no launcher
+            self._check_open()  # the sandbox's end is a better reason than a missing launcher
             raise
         finally:
             os.close(descriptors[0])
 
     async def _see_end(self, number: int, ending: asyncio.Future[Any], timeout_s: float) -> bool:
-        """Wait for the end of what runs, or kill it; true if its time ran out. It is over when this is, however."""
+        """Wait for the end of a command or job, or kill it; true if it timed out. It has always ended when this
+        returns.
+        """
         try:
             await asyncio.wait({ending}, timeout=timeout_s)
             return not ending.done()
@@ -138,15 +139,15 @@ class Commands:
                 ending.cancel()
 
     async def _end(self, ending: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
-        """The end of a command or job. Raises :class:`~etude.errors.SandboxError` for one that never did, and so closed
-        its sandbox; its own cancellation must not be taken for the caller's.
+        """The end of a command or job. Raises :class:`~etude.errors.SandboxError` if it never ended and its sandbox was
+        closed; a cancelled ``ending`` must not be mistaken for the caller's cancellation.
         """
         if ending.cancelled():
             self._check_open()
         return await ending
 
     def _status(self, end: Mapping[str, Any]) -> int:
-        """The end of a command or job; what ended because its sandbox did has no result."""
+        """The exit code of a command or job; raises if it ended only because its sandbox did."""
         if end["sandbox_died"]:
             self._fail("the sandbox has died under a command")
         self._check_open()
@@ -154,8 +155,8 @@ class Commands:
 
 
 def judge(job: str, answer: bytes) -> bytes | None:
-    """Read what a job said. Raises ``ValueError``, :class:`~etude.errors.AgentFault` or
-    :class:`~etude.errors.SandboxError` when it did not do it.
+    """Decode a job's answer. Raises ``ValueError``, :class:`~etude.errors.AgentFault` or
+    :class:`~etude.errors.SandboxError` if it failed.
     """
     verdict, payload = answer[:1], answer[1:]
     if verdict == bytes([JobVerdict.DONE]):
@@ -171,9 +172,9 @@ def judge(job: str, answer: bytes) -> bytes | None:
 
 
 CLOSE_TIMEOUT_S = 30.0
-"""For a sandbox's last process to be gone."""
+"""Timeout for a sandbox's last process to end."""
 STATS_TIMEOUT_S = 30.0
-"""For the launcher to count."""
+"""Timeout for the launcher's statistics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +192,7 @@ class HandleArguments:
     """The constructor arguments of a sandbox's handle."""
 
     box: int
-    """The launcher's number of it."""
+    """The launcher's number of the sandbox."""
     spec: SandboxSpec
     egress: EgressProxy
 
@@ -204,7 +205,7 @@ class NamespaceSandbox:
         self._link = home.link
         self.spec = arguments.spec
         self.box = arguments.box
-        """The launcher's number of it."""
+        """The launcher's number of the sandbox."""
         self._egress = arguments.egress
         self._commands = Commands(home.link, self.box, check_open=self._check_open, fail=self._fail)
         self._environment = variables_of(self.spec)
@@ -222,10 +223,10 @@ class NamespaceSandbox:
         timeout_s: float = 5.0,
         environment: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run one command in the working folder, at most 64 KiB of stdout and of stderr being kept.
+        """Run one command in the working folder, keeping at most 64 KiB each of stdout and stderr.
 
-        When its time runs out, or the caller gives up, its whole session is killed. What it left running in
-        another session, or when it ended by itself, goes on.
+        If it times out or the caller is cancelled, its whole session is killed. Processes in other sessions continue,
+        as does anything left running by a command that ended by itself.
         """
         self._check_open()
         command = Command(
@@ -244,25 +245,27 @@ class NamespaceSandbox:
         return await self._commands.run(command, environment=variables, workdir="/")
 
     async def read_file(self, path: str) -> str | None:
-        """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is no plain file."""
+        """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is not a regular
+        file.
+        """
         answer = await self.job("read", {"path": path})
         return None if answer is None else answer.decode("utf-8")
 
     async def write_file(self, path: str, text: str) -> None:
-        """Create or replace a file and the folders above it; ``ValueError`` for a path that is no plain file's."""
+        """Create or replace a file and its parent folders; ``ValueError`` if the path cannot be a regular file."""
         await self.job("write", {}, orjson.dumps({path: text}))
 
     async def export(self, paths: Sequence[str], *, limit_bytes: int = EXPORT_LIMIT_BYTES) -> bytes:
-        """A tar of files and folders, without what is missing or unreadable; ``ValueError`` beyond the limit."""
+        """A tar of files and folders, without missing or unreadable ones; ``ValueError`` beyond the limit."""
         answer = await self.job("export", {"paths": list(paths), "limit_bytes": limit_bytes})
         return answer or b""
 
     async def load(self, tar: bytes) -> None:
-        """Unpack a tar into the working folder, or nothing of it and ``ValueError``."""
+        """Unpack a tar into the working folder; if it is invalid, unpack nothing and raise ``ValueError``."""
         await self.job("load", {}, tar)
 
     async def stats(self) -> SandboxStats:
-        """Usage now of all its processes together; ``nan`` for what the machine counts for root alone."""
+        """Current usage of all its processes together; ``nan`` for figures that only root can read."""
         self._check_open()
         request = {"kind": "stats", "id": self._link.next_number(), "box": self.box}
         async with asyncio.timeout(STATS_TIMEOUT_S):
@@ -270,17 +273,17 @@ class NamespaceSandbox:
         return SandboxStats(
             memory_bytes=_or_nan(answer["memory_bytes"]),
             disk_bytes=answer["disk_bytes"],
-            processes=_or_nan(answer["processes"]) - 1,  # init is not the agent's
+            processes=_or_nan(answer["processes"]) - 1,  # init is not the agent's process
             cpu_s=_or_nan(answer["cpu_s"]),
             age_s=time.monotonic() - self._born_s,
         )
 
     async def kill_processes(self) -> None:
-        """Kill everything inside but its first process; who does it is out of reach of all in there."""
+        """Kill everything inside except the first process; the killing process is out of reach of those inside."""
         await self.job("kill", {})
 
     async def snapshot(self) -> Image:
-        """The files as they are, as an image that lives as long as the provider."""
+        """The current files, as an image that lives as long as the provider."""
         self._check_open()
         return await self._home.snapshot(self)
 
@@ -292,12 +295,12 @@ class NamespaceSandbox:
         return await self._home.fork(self, count)
 
     async def job(self, job: str, request: Mapping[str, object], data: bytes = b"") -> bytes | None:
-        """Have one of étude's own jobs done inside, see :mod:`etude.sandboxes.ns.child`."""
+        """Run one of étude's own jobs inside, see :mod:`etude.sandboxes.ns.child`."""
         self._check_open()
         return await self._commands.job(job, {"workdir": self.spec.image.workdir, **request}, data)
 
     async def close(self) -> None:
-        """Kill what still runs and remove everything; calling it twice is harmless."""
+        """Kill everything inside and remove the sandbox; calling it twice is harmless."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -312,7 +315,7 @@ class NamespaceSandbox:
         self._fail(f"the sandbox is closed: it had {self.spec.ttl_s:g} s to live")
 
     def _fail(self, why: str) -> None:
-        """Close it without a holder who asks for it, and remember why."""
+        """Close the sandbox without a request from its holder, and record the reason."""
         if self._closing is None:
             self._why = why
             self._closing = asyncio.create_task(self._close())

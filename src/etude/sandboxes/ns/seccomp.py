@@ -1,18 +1,18 @@
 """System calls that are forbidden in ``ns`` and ``local`` sandboxes, as a classic BPF program for seccomp. Pure.
 
-Commands share the machine's kernel, so they get as little of it as a development machine needs. Refused are calls that
-only root could use, calls that have opened holes again and again (BPF, io_uring, userfaultfd, keys, new namespaces),
-limits of other processes than the caller, and the socket families that no network namespace holds back: a virtual
-machine's ``AF_VSOCK`` reaches its host. Everything else is allowed, debuggers included, except of process 1.
+Commands share the machine's kernel, so they get only what a development machine needs. Refused are calls that only root
+can use, calls with a history of vulnerabilities (BPF, io_uring, userfaultfd, keys, new namespaces), limits of processes
+other than the caller, and socket families that no network namespace confines: a virtual machine's ``AF_VSOCK`` reaches
+its host. Everything else is allowed, including debuggers, except on process 1.
 
-Commands of ``local`` follow each other in the same namespaces, as children of a process 1 that has their user. So they
-may not make what outlives a process (System V's and POSIX's shared memory, semaphores and queues) and may not change
-how process 1, or every process of their user, is scheduled. They have no netlink socket either. They inherit the
-filter from process 1, which goes on to ``chroot``, so that call is left to the kernel: it takes a capability.
+Commands of ``local`` run one after the other in the same namespaces, as children of a process 1 with the same user. So
+they may not create objects that outlive a process (System V and POSIX shared memory, semaphores and queues) and may not
+change the scheduling of process 1 or of all their user's processes. They have no netlink sockets either. They inherit
+the filter from process 1, which later calls ``chroot``, so that call is left to the kernel: it needs a capability.
 
-A refused call fails with ``EPERM``, as it does for an ordinary user; a refused socket family with ``EAFNOSUPPORT``;
-``clone3``, io_uring and x32 calls with ``ENOSYS``, on which C libraries fall back to what can be inspected. A 32-bit
-program is killed.
+A refused call fails with ``EPERM``, as for an ordinary user; a refused socket family with ``EAFNOSUPPORT``; ``clone3``,
+io_uring and x32 calls with ``ENOSYS``, so that C libraries fall back to calls that can be inspected. A 32-bit program
+is killed.
 """
 
 import errno
@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 NO_CALL = -1
-"""The number of a call that a processor's kernel does not have."""
+"""The number of a call that does not exist on a processor."""
 AUDIT_ARCHITECTURES: Mapping[str, int] = MappingProxyType({"x86_64": 0xC000003E, "aarch64": 0xC00000B7})
-"""The kernel's numbers of processors' own system call interfaces; 32-bit programs have another and cannot run."""
+"""The kernel's ids of the native system call interfaces; 32-bit programs have another id and cannot run."""
 CALL_NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "acct": (163, 89),
@@ -94,34 +94,34 @@ CALL_NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
 )
 """Call → its number on x86_64 and on aarch64."""
 LASTING = ("mq_open", "msgget", "semget", "shmat", "shmget")
-"""Calls that make, or find, memory and queues that are the namespace's and no process's."""
+"""Calls that create or find memory and queues that belong to the namespace instead of a process."""
 SCHEDULING = ("sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler")
-"""Calls that say how a process is scheduled; the first argument is its number."""
+"""Calls that set a process's scheduling; the first argument is the process number."""
 PRIORITIES: Mapping[str, int] = MappingProxyType({"setpriority": 2, "ioprio_set": 3})
-"""The same of a process, a group or, if the first argument is this number, all of a user."""
+"""The same for a process, a group or, if the first argument has this value, all processes of a user."""
 UNKNOWN = ("clone3", "io_uring_enter", "io_uring_register", "io_uring_setup")
-"""Refused as if the kernel did not have them."""
+"""Refused as if the kernel lacked them."""
 INSPECTED = ("clone", "ioctl", "prlimit64", "ptrace", "socket", "socketpair")
-"""Refused for some of their arguments."""
+"""Refused depending on their arguments."""
 REFUSED_CALLS = frozenset(CALL_NUMBERS).difference(INSPECTED, LASTING, SCHEDULING, PRIORITIES)
-"""Refused whatever their arguments, to everybody."""
+"""Always refused, whatever the arguments."""
 NEW_NAMESPACES = 0x7E020000
 """All of ``CLONE_NEW…`` that ``clone`` takes; ``CLONE_NEWTIME`` is ``unshare``'s."""
 TYPING = (0x5412, 0x541C)
-"""Terminal calls that type in another's name: ``TIOCSTI`` and ``TIOCLINUX``."""
+"""Terminal calls that fake typed input: ``TIOCSTI`` and ``TIOCLINUX``."""
 FAMILIES, NETLINK = (1, 2, 10), 16
-"""Unix, IPv4 and IPv6 sockets, and netlink's; each is held back by namespaces."""
+"""Unix, IPv4 and IPv6 sockets, and netlink sockets; namespaces confine each of them."""
 CALLER, INIT_PROCESS = 0, 1
-"""Numbers of processes, as calls take them: who makes the call, and a namespace's first process."""
+"""Process numbers in arguments: the caller, and a namespace's first process."""
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-"""Instructions of classic BPF: load a word, compare with a constant, say the verdict."""
+"""Instructions of classic BPF: load a word, compare with a constant, return the verdict."""
 ALLOW, REFUSE, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 """Verdicts; ``REFUSE`` has an error number in its low half."""
 NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
-"""Offsets in ``struct seccomp_data``; arguments have 8 bytes, the low half first on both processors."""
+"""Offsets in ``struct seccomp_data``; arguments have 8 bytes, low half first on both processors."""
 X32_BIT = 0x40000000
-"""In numbers of x86_64's second interface, which would go round this list."""
+"""Bit in the numbers of x86_64's second interface, which would bypass this list."""
 
 FARTHEST_JUMP = 255
 
@@ -130,11 +130,11 @@ Instruction = tuple[int, int, int, int]
 
 
 def filter_program(machine: str, *, shared: bool = False) -> bytes:
-    """The BPF program for a processor, as the kernel takes it: 8 bytes an instruction.
+    """The BPF program for a processor, in the kernel's format: 8 bytes per instruction.
 
-    ``shared`` is for commands that share namespaces, and the user of process 1, with the next sandbox's. A search tree,
-    because the kernel runs it for every call that there is when it is installed, which is once for each command.
-    ``KeyError`` for a processor that is not in the table.
+    ``shared`` is for commands that share namespaces, and the user of process 1, with the next sandbox. The program is a
+    search tree, because on installation, once per command, the kernel runs it for every existing call. ``KeyError`` for
+    a processor that is not in the table.
     """
     architecture = AUDIT_ARCHITECTURES[machine]
     column = list(AUDIT_ARCHITECTURES).index(machine)
@@ -152,7 +152,7 @@ def filter_program(machine: str, *, shared: bool = False) -> bytes:
 
 
 def _bodies(shared: bool) -> dict[str, list[Instruction]]:
-    """Call → what finds its verdict."""
+    """Call → the instructions that return its verdict."""
     spared = {"chroot"} if shared else {*LASTING, *SCHEDULING, *PRIORITIES}
     bodies = {
         call: [_refuse(errno.ENOSYS if call in UNKNOWN else errno.EPERM)] for call in CALL_NUMBERS.keys() - spared
@@ -180,7 +180,7 @@ def _bodies(shared: bool) -> dict[str, list[Instruction]]:
 
 
 def _tree(numbers: Sequence[int], bodies: Mapping[int, list[Instruction]]) -> list[Instruction]:
-    """Find a call among ``numbers``, in order, and judge it; what is not there is allowed."""
+    """Find a call among the sorted ``numbers`` and return its verdict; other calls are allowed."""
     if len(numbers) == 1:
         return [*_when(JUMP_EQUAL, numbers[0], bodies[numbers[0]]), (RETURN, 0, 0, ALLOW)]
     middle = len(numbers) // 2
@@ -190,12 +190,12 @@ def _tree(numbers: Sequence[int], bodies: Mapping[int, list[Instruction]]) -> li
 
 
 def _when(jump: int, value: int, body: Sequence[Instruction]) -> list[Instruction]:
-    """``body`` if the word at hand compares, else what follows it."""
+    """Run ``body`` if the loaded word compares, else continue after it."""
     return [(jump, 0, len(body), value), *body]
 
 
 def _argument(index: int, *, high: bool = False) -> Instruction:
-    """Load the half of an argument that the kernel looks at where it wants a number, or the other of a pointer."""
+    """Load the low half of an argument, which the kernel uses for a number, or the high half of a pointer."""
     return LOAD, 0, 0, ARGUMENTS_OFFSET + 8 * index + (4 if high else 0)
 
 

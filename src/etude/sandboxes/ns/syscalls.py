@@ -1,12 +1,12 @@
-"""A child process as a list of system calls, prepared in Python and made by a hundred bytes of machine code.
+"""A child process as a list of system calls, prepared in Python and executed by a hundred bytes of machine code.
 
     entries ──clone, sharing memory──▶ child: call, call, call … execve          no interpreter, no copy of a process
 
-What ``fork`` costs is copying page tables, and then every page that an interpreter touches; that is most of what it
-would cost to start a command. The child made here shares its parent's memory until it executes a program, and touches
-nothing of it but the list. The parent is held up meanwhile (``vfork``), which takes well under a millisecond, and then
-reads from the list how each call went. Owns the machine code and the form of entries; what is called and in what order
-is :mod:`etude.sandboxes.ns.child`'s. Standard library alone.
+The cost of ``fork`` is copying page tables, and then every page that an interpreter touches; that would be most of the
+time to start a command. The child made here shares its parent's memory until it executes a program, and touches only
+the list. The parent is suspended meanwhile (``vfork``), for well under a millisecond, and then reads from the list the
+result of each call. Owns the machine code and the format of entries; :mod:`etude.sandboxes.ns.child` decides the calls
+and their order. Standard library alone.
 """
 
 import ctypes
@@ -23,33 +23,33 @@ CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000
 CLONE_PARENT = 0x00008000
 """The caller's parent becomes the child's."""
 SANDBOX_NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
-"""Namespaces of every sandbox from its first moment; a control group namespace comes when it is in its group."""
+"""Namespaces of every sandbox from its start; the cgroup namespace follows once the process is in its group."""
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 4096, 8192, 16384, 1 << 18
 MNT_DETACH = 2
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_IDMAP = 1, 2, 4, 0x00100000
-"""Attributes of a mount, as ``mount_setattr`` has them."""
+"""Attributes of a mount, for ``mount_setattr``."""
 AT_FDCWD, AT_SYMLINK_NOFOLLOW, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x100, 0x1000, 0x8000
 OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 SYS_CLONE: Final = {"x86_64": 56, "aarch64": 220}
 SYS_PIVOT_ROOT: Final = {"x86_64": 155, "aarch64": 41}
-"""By machine; later calls have one number everywhere."""
+"""By machine; later calls have the same number everywhere."""
 SYS_OPEN_TREE, SYS_MOUNT_SETATTR = 428, 442
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 SECCOMP_MODE_FILTER, INSTRUCTION_BYTES = 2, 8
 CAPABILITY_VERSION_3 = 0x20080522
 CAP_LAST = 40
-"""The highest capability that Linux has had since 5.9; dropping one that does not exist does no harm."""
+"""The highest Linux capability since 5.9; dropping one that does not exist is harmless."""
 MACHINE = os.uname().machine
 LIBC = ctypes.CDLL(None, use_errno=True)
 HOLDING_LIBC = ctypes.PyDLL(None, use_errno=True)
-"""The same, without letting go of the interpreter: the child of a clone must hold it."""
+"""The same library without releasing the interpreter lock, which the child of a clone must hold."""
 
 
 def clone(namespaces: int) -> int:
     """Fork into new ``namespaces`` (``CLONE_NEW…``): 0 in the child, else its process number.
 
-    The child keeps the calling thread alone, so a process that uses threads must not.
+    The child has only the calling thread, so a process with several threads must not call this.
     """
     ctypes.pythonapi.PyOS_BeforeFork()
     process: int = HOLDING_LIBC.syscall(SYS_CLONE[MACHINE], ctypes.c_long(namespaces | signal.SIGCHLD), 0, 0, 0, 0)
@@ -61,12 +61,12 @@ def clone(namespaces: int) -> int:
 
 
 def unshare(namespaces: int) -> None:
-    """Leave some namespaces for new ones."""
+    """Move to new namespaces."""
     _check(LIBC.unshare(namespaces), f"unshare(0x{namespaces:x})")
 
 
 def enter(descriptor: int, namespaces: int) -> None:
-    """Enter ``namespaces`` of a process (``descriptor`` is a pidfd) or the one that a descriptor is."""
+    """Enter ``namespaces`` of a process (``descriptor`` is a pidfd), or the namespace of the descriptor."""
     _check(LIBC.setns(descriptor, namespaces), f"setns(0x{namespaces:x})")
 
 
@@ -79,7 +79,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Detach a mount and all below it; it ends with its last user."""
+    """Detach a mount with all mounts below it; it ends with its last user."""
     _check(LIBC.umount2(target.encode(), MNT_DETACH), f"unmount {target}")
 
 
@@ -89,13 +89,13 @@ def pivot_root() -> None:
 
 
 def clone_tree(path: str, *, recursive: bool = False) -> int:
-    """A descriptor of a mount that shows what is at ``path`` and is nowhere yet."""
+    """A descriptor of an unattached mount of ``path``."""
     flags = OPEN_TREE_CLONE | os.O_CLOEXEC | (AT_RECURSIVE if recursive else 0)
     return _check(LIBC.syscall(SYS_OPEN_TREE, AT_FDCWD, os.fsencode(path), flags), f"open_tree {path}")
 
 
 def set_attributes(tree: int, attributes: int, user_namespace: int = 0, *, recursive: bool = False) -> None:
-    """Set attributes of a mount; with ``ATTR_IDMAP`` owners are mapped by a user namespace."""
+    """Set attributes of a mount; with ``ATTR_IDMAP`` a user namespace maps the owners."""
     settings = struct.pack("4Q", attributes, 0, 0, user_namespace)
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
     done = LIBC.syscall(SYS_MOUNT_SETATTR, tree, b"", flags, settings, ctypes.c_size_t(len(settings)))
@@ -103,7 +103,7 @@ def set_attributes(tree: int, attributes: int, user_namespace: int = 0, *, recur
 
 
 def write_text(path: str, text: bytes) -> None:
-    """Write a kernel file, in one piece."""
+    """Write a kernel file in a single write."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, text)
@@ -112,30 +112,30 @@ def write_text(path: str, text: bytes) -> None:
 
 
 def show_process() -> None:
-    """Let this process's own user see it again, whatever its children did while they shared its memory."""
+    """Let this process's user access it again, after its children, which shared its memory, hid it."""
     _prctl(PR_SET_DUMPABLE, 1)
 
 
 def hide_process() -> None:
-    """Let no user but root open this process's memory or trace it, until it executes a program."""
+    """Prevent all users except root from reading this process's memory or tracing it, until it executes a program."""
     _prctl(PR_SET_DUMPABLE, 0)
 
 
 def bound_capabilities(capabilities: frozenset[int]) -> None:
-    """Keep only some capabilities from being gained by an ``exec``; takes the right to set capabilities."""
+    """Limit the capabilities that an ``exec`` can gain; needs the right to set capabilities."""
     for capability in range(CAP_LAST + 1):
         if capability not in capabilities:
             _prctl(PR_CAPBSET_DROP, capability)
 
 
 def limit_capabilities(capabilities: frozenset[int]) -> None:
-    """Give up all capabilities but some, and gain none by an ``exec`` any more, for good."""
+    """Drop all capabilities except some, and prevent gaining any by an ``exec``, permanently."""
     _check(LIBC.capset(*capability_sets(capabilities)), "capset")
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def capability_sets(capabilities: frozenset[int]) -> tuple[bytes, bytes]:
-    """Header and data of ``capset``: these permitted and in effect, none handed on."""
+    """Header and data of ``capset``: these permitted and effective, none inheritable."""
     mask = sum(1 << capability for capability in capabilities)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     return struct.pack("2I", CAPABILITY_VERSION_3, 0), struct.pack("6I", low, low, 0, high, high, 0)
@@ -155,9 +155,9 @@ def _check(result: int, attempt: str) -> int:
 
 # ── the first process: some hundred bytes that name themselves ``init`` and sleep for ever ────────────────────────────
 #     prctl(PR_SET_NAME, "init"); for (;;) ppoll(NULL, 0, NULL, NULL);
-# Nothing of the host can be found in it: no interpreter, no environment, no descriptor, no memory but one page. It is
-# started with SIGCHLD ignored, which an exec keeps, so orphans that end in its namespace are gone at once. When it is
-# killed, the kernel kills everything else in there.
+# It exposes nothing of the host: no interpreter, no environment, no descriptor, only one page of memory. It is started
+# with SIGCHLD ignored, which an exec preserves, so orphans in its namespace need no reaping. When it is killed, the
+# kernel kills everything else inside.
 
 NAME = b"init\0"
 LOAD_ADDRESS = 0x400000
@@ -181,9 +181,9 @@ def open_init(machine: str) -> int:
     """An executable, unreadable descriptor of the ``init`` program in memory."""
     descriptor = os.memfd_create("init")
     os.write(descriptor, init_program(machine))
-    os.fchmod(descriptor, 0o111)  # a process whose program it may not read shows nothing of itself in /proc
+    os.fchmod(descriptor, 0o111)  # a process that cannot read its own program reveals nothing of itself in /proc
     readable = os.open(f"/proc/self/fd/{descriptor}", os.O_PATH)
-    os.close(descriptor)  # nothing that is open for writing can be executed
+    os.close(descriptor)  # a file that is open for writing cannot be executed
     return readable
 
 
@@ -219,17 +219,17 @@ def _aarch64() -> bytes:
 
 
 ENTRY: Final = struct.Struct("=7Qq3QQ")
-"""Number, six arguments, result, where else the result is put (4 bytes each), and traits."""
+"""Number, six arguments, result, a second address for the result (4 bytes each), and traits."""
 ARGUMENTS, STORES = 6, 3
 RESULT_FIELD, STORE_FIELD, TRAITS_FIELD = 7, 8, 11
 MAY_FAIL, PARENT_EXITS = 1, 2
-"""Traits: the next call is made whatever comes of this one; a process that gets a result other than 0 ends, with status
-0.
+"""Traits: ``MAY_FAIL`` continues with the next call after an error; with ``PARENT_EXITS`` a process that gets a result
+other than 0 exits, with status 0.
 """
 NOT_MADE = 1 << 62
-"""The result of a call that was not made yet."""
+"""The result of a call that was not made."""
 STACK_BYTES = 1 << 15
-"""For a child that a signal interrupts; its code needs none."""
+"""Stack for a child that a signal interrupts; its code needs none."""
 CLONE_VM, CLONE_VFORK = 0x00000100, 0x00004000
 MASK = (1 << 64) - 1
 MACHINES = ("x86_64", "aarch64")
@@ -319,24 +319,24 @@ CODE: Final[Mapping[str, str]] = {
         29810191 e8ffff17   follow: x9 = the next entry; go to next
     """,
 }
-"""Machine → what makes a child, ``long play(long flags, void *stack, struct entry *first)``, with comments."""
+"""Machine → the code that makes a child, ``long play(long flags, void *stack, struct entry *first)``, with comments."""
 CODE_COLUMNS = 20
 NOWHERE = ctypes.create_string_buffer(8)
 SCRAP = ctypes.addressof(NOWHERE)
-"""Place of results that are not used."""
+"""Address for unused results."""
 
 
 class CallFailure(NamedTuple):
-    """The call of a list that failed."""
+    """The failed call of a list."""
 
     call: str
     errno: int
     about: str
-    """Its purpose, in the words of :meth:`CallList.add`."""
+    """Its purpose, as given to :meth:`CallList.add`."""
 
 
 class Result(NamedTuple):
-    """Placeholder for the result of an earlier call, a descriptor, as an argument of later ones."""
+    """Placeholder for the result of an earlier call, usually a descriptor, as an argument of later calls."""
 
     number: int
 
@@ -355,19 +355,21 @@ class CallList:
     """System calls of a child, in order; the last must not return."""
 
     def __init__(self, machine: str) -> None:
-        """``ValueError`` for a processor that is not in the table."""
+        """``ValueError`` for an unsupported processor."""
         self._column = MACHINES.index(machine)
         self._calls: list[tuple[str, str]] = []
         self._entries: list[list[int] | bytes] = []
-        """The entries: lists while they can change, packed where they cannot."""
+        """The entries: lists while they can change, packed once they cannot."""
         self._uses: list[tuple[int, int, int]] = []
-        """Source, and the entry and the argument that take its result."""
+        """Source entry, and the entry and argument that use its result."""
         self._buffers: list[object] = []
         """Memory that arguments point to."""
         self._table = ctypes.create_string_buffer(0)
 
     def add(self, call: str, *arguments: Argument, traits: int = 0, about: str = "") -> Result:
-        """Add a call; bytes stand for a pointer to them and a zero byte after them, arrays for one to them."""
+        """Add a call; bytes stand for a pointer to them with a terminating zero byte, arrays for a pointer to the
+        array.
+        """
         number = len(self._calls)
         values = [self._value(argument, number, position) for position, argument in enumerate(arguments)]
         values += [0] * (ARGUMENTS - len(values))
@@ -376,22 +378,22 @@ class CallList:
         return Result(number)
 
     def hold(self, thing: object) -> None:
-        """Keep something alive that an argument points to from the inside."""
+        """Keep an object alive to which an argument contains a pointer."""
         self._buffers.append(thing)
 
     def store(self, result: Result, address: int) -> None:
-        """Have 4 bytes of a result put at an address of ours, too."""
+        """Store 4 bytes of a result at an address of this process, too."""
         entry = self._entries[result.number]
         assert isinstance(entry, list), "a packed entry has no result"
         entry[entry.index(SCRAP, STORE_FIELD, TRAITS_FIELD)] = address
 
     def extend(self, block: "MemoryBlock") -> None:
-        """Add calls that were packed before."""
+        """Add calls that were packed earlier."""
         self._calls += block.calls
         self._entries += block.entries
 
     def pack(self) -> "MemoryBlock":
-        """The calls so far, to be made by others, too; they must point to nothing and take no results."""
+        """The calls so far, for reuse; they must not contain pointers or use results."""
         assert not self._buffers, "an argument would point to what may be gone"
         assert not self._uses, "a result would go to another list"
         return MemoryBlock(tuple(self._calls), tuple(map(_packed, self._entries)))
@@ -412,21 +414,21 @@ class CallList:
 
     @property
     def failure(self) -> CallFailure | None:
-        """The call that failed and was not meant to; ``None`` where all went well or nothing was made yet."""
+        """The call that failed and must not fail; ``None`` if all succeeded or none was made yet."""
         for (call, about), entry in zip(self._calls, ENTRY.iter_unpack(self._table), strict=False):
             if entry[RESULT_FIELD] < 0 and not entry[TRAITS_FIELD] & MAY_FAIL:
                 return CallFailure(call, -entry[RESULT_FIELD], about)
         return None
 
     def errors(self, call: str) -> list[int]:
-        """Error numbers of the calls of one kind, in order; 0 for one that did not fail, did not return or was not
+        """Error numbers of the calls with this name, in order; 0 for a call that succeeded, did not return or was not
         made.
         """
         numbers = [number for number, (name, _) in enumerate(self._calls) if name == call]
         return [-min(0, self.result(Result(number))) for number in numbers]
 
     def _value(self, argument: Argument, number: int, position: int) -> int:
-        """The bytes that the kernel is given."""
+        """The number that is passed to the kernel."""
         if isinstance(argument, Result):
             self._uses.append((argument.number, number, position))
             return 0
@@ -442,7 +444,7 @@ class Player:
     """The machine code that runs a call list."""
 
     def __init__(self, machine: str) -> None:
-        """``KeyError`` for a processor that it was not written for, ``OSError`` where no code may be made."""
+        """``KeyError`` for an unsupported processor, ``OSError`` if memory cannot be made executable."""
         memory = mmap.mmap(-1, mmap.PAGESIZE)
         memory.write(machine_code(machine))
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -454,9 +456,9 @@ class Player:
         self._stack_top = (ctypes.addressof(self._stack) + STACK_BYTES) & ~15
 
     def play(self, calls: CallList, flags: int = 0) -> int:
-        """Make a child that makes the calls, and wait until it has executed a program or ended; returns its number.
+        """Make a child that makes the calls, and wait until it has executed a program or ended; return its number.
 
-        ``flags`` are more of ``clone``'s. How the calls went is to be asked of the list afterwards.
+        ``flags`` are additional flags of ``clone``. The list then has the results of the calls.
         """
         process = int(self._function(flags | CLONE_VM | CLONE_VFORK | signal.SIGCHLD, self._stack_top, calls.table()))
         if process < 0:
@@ -475,5 +477,5 @@ def machine_code(machine: str) -> bytes:
 
 
 def strings(texts: Sequence[bytes]) -> "ctypes.Array[ctypes.c_char_p]":
-    """A string array, as ``execve`` takes it."""
+    """A string array for ``execve``."""
     return (ctypes.c_char_p * (len(texts) + 1))(*texts, None)

@@ -2,7 +2,7 @@
 
     provider ──create, exec, job, kill, stats, close──▶ launcher ──created, ended, stats, closed, died──▶ provider
 
-Owns the form. Both ends are étude's own processes of one version, so there is no version in it. Standard library alone.
+Owns the format. Both ends belong to the same version of étude, so messages have no version. Standard library alone.
 """
 
 import json
@@ -12,32 +12,34 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
 
 MESSAGE_LIMIT_BYTES = 200 << 10
-"""Most bytes of one datagram: more than any command line that Linux takes, less than any socket's buffer."""
+"""Largest datagram in bytes: more than any command line that Linux accepts, less than any socket's buffer."""
 MAX_DESCRIPTORS = 250
-"""With one datagram; Linux takes 253."""
+"""Most descriptors in one datagram; Linux allows 253."""
 
 NUMBER_BYTES = array("i").itemsize
-"""Size of one descriptor on the wire."""
+"""Size of one descriptor in a message."""
 
 
 class Options(TypedDict):
     """The options of a launcher."""
 
     folder: str
-    """For what it makes: a private folder that its provider removes."""
+    """A private folder for the launcher's files; its provider removes it."""
     skeleton: str
-    """The tree that makes the machine's own programs a base system, see :mod:`etude.sandboxes.images.machine_base`."""
+    """The tree around the machine's programs that makes them a base system, see
+    :mod:`etude.sandboxes.images.machine_base`.
+    """
 
 
 class Grants(TypedDict):
     """The privileges and features that a launcher found on its machine."""
 
     error: str
-    """Reason that there can be no sandbox at all; empty otherwise."""
+    """Reason why no sandbox can be made at all; empty otherwise."""
     maps_range: bool
-    """True if sandboxes have 65,536 users; else only the one that commands run as."""
+    """True if sandboxes have 65,536 users; otherwise only the one that runs commands."""
     controllers: list[str]
-    """Controllers of control groups."""
+    """Available cgroup controllers."""
 
 
 class CreateOrder(TypedDict):
@@ -50,11 +52,11 @@ class CreateOrder(TypedDict):
     layers: list[str]
     """Lowest first."""
     system: dict[str, str]
-    """Folders of the machine's programs, beside ``/usr``: place inside, which the skeleton has → folder of the
+    """Folders of the machine's programs besides ``/usr``: path inside, which exists in the skeleton → folder of the
     machine.
     """
     shown: dict[str, str]
-    """Place inside → folder or file of the machine."""
+    """Path inside → folder or file of the machine."""
     places: list[list[Any]]
     """The fields of :class:`~etude.sandboxes.ns.root.AllowedPlace`."""
     hosts: str
@@ -62,7 +64,7 @@ class CreateOrder(TypedDict):
     user: list[Any]
     """Number, group and home of the image's user."""
     roots: list[str]
-    """Places inside that are roots of services."""
+    """Paths inside that are roots of services."""
     as_root: bool
     memory_bytes: int
     disk_bytes: int
@@ -76,22 +78,22 @@ class ExecOrder(TypedDict):
     argv: list[str]
     environment: dict[str, str]
     workdir: str
-    """In its root."""
+    """Path in its root."""
     root: str
-    """Place inside that is a service's root; empty for the sandbox's own."""
+    """Path inside of a service's root; empty for the sandbox's own."""
     user: list[int]
-    """Number and group of a service's user; empty for that of the commands."""
+    """Number and group of a service's user; empty for the user of commands."""
 
 
 class LauncherMessage(NamedTuple):
-    """A datagram as it was received."""
+    """A received datagram."""
 
     body: dict[str, Any]
     descriptors: list[int]
 
 
 def send(connection: socket.socket, body: object, descriptors: Sequence[int] = ()) -> None:
-    """Send a datagram. Raises ``BlockingIOError`` when a non-blocking socket has no room."""
+    """Send a datagram. Raises ``BlockingIOError`` if a non-blocking socket has no room."""
     data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogateescape")
     if len(data) > MESSAGE_LIMIT_BYTES:
         raise ValueError(f"a message of {len(data)} bytes, at most {MESSAGE_LIMIT_BYTES}")
@@ -103,12 +105,14 @@ class MessageReceiver:
     """Receives the datagrams of one socket, into preallocated memory."""
 
     def __init__(self, connection: socket.socket, limit_bytes: int = MESSAGE_LIMIT_BYTES) -> None:
-        """``limit_bytes`` is what a message may have at most."""
+        """``limit_bytes`` is the largest accepted message."""
         self._connection = connection
         self._memory = bytearray(limit_bytes + 1)
 
     def receive(self) -> LauncherMessage | None:
-        """The next one; ``None`` when the other end is gone. No program that is executed inherits the descriptors."""
+        """The next datagram; ``None`` once the other end is closed. The descriptors are not inherited by executed
+        programs.
+        """
         room = socket.CMSG_SPACE(MAX_DESCRIPTORS * NUMBER_BYTES)
         size, ancillary, _, _ = self._connection.recvmsg_into([self._memory], room, socket.MSG_CMSG_CLOEXEC)
         if not size:

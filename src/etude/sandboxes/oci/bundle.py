@@ -5,12 +5,12 @@
     ├── root               skeleton or base ◀ layers ◀ upper/0;  root/usr: the machine's /usr ◀ layers ◀ upper/1
     └── tmp                root/tmp once more, for the runtime
 
-The stage is at the same path in every sandbox, each in a mount namespace of its own: the memory of one that was
-checkpointed refers to its files by path. Source: https://github.com/opencontainers/runtime-spec.
+The stage has the same path in every sandbox, each in its own mount namespace: the memory of a checkpoint refers to
+files by path. Source: https://github.com/opencontainers/runtime-spec.
 
-The root is built by the machine's root, in the machine's own file tree, out of files that are not trusted: a link in it
-leads to where it says on this machine. So no place is made, mounted on or given away before it is known that no link
-leads there; no process runs in the root yet that could put one there meanwhile.
+The machine's root builds the root folder inside the machine's own file tree, from untrusted files: a link in it would
+be resolved on this machine. So before anything is created, mounted or given away at a path, the path is checked for
+links; no process runs in the root yet that could add one meanwhile.
 """
 
 import errno
@@ -28,11 +28,11 @@ from etude.sandboxes.ns.seccomp import FAMILIES, NETLINK, NEW_NAMESPACES, REFUSE
 from etude.types import Json
 
 SHARED_MEMORY_BYTES = 64 << 20
-"""Size of ``/dev/shm``, as container runtimes give it."""
+"""Size of ``/dev/shm``, as in container runtimes."""
 OPEN_FILES, SOFT_OPEN_FILES = 1 << 16, 1024
-"""Most files that a process may open, where this machine allows so many, and how many it may at first."""
+"""Hard limit of open files per process, if this machine allows it, and the soft limit."""
 ROOT_POWERS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "SETFCAP")
-"""Capabilities of who builds an image; an agent has none."""
+"""Capabilities of the user that builds an image; an agent has none."""
 ROOT = ImageUser(uid=0, gid=0, home="/root")
 ESCAPED = ":,\\"
 """Characters that the options of an overlay cannot have in a path."""
@@ -57,7 +57,7 @@ no_links() {
     done
 }
 """
-"""Refuses places below the root that are links, which it would be led out by."""
+"""Rejects paths below the root that are links, which would lead outside."""
 Object: TypeAlias = dict[str, Json]
 
 
@@ -72,7 +72,7 @@ class RootOverlay:
 
 
 def overlays(spec: SandboxSpec, bottom: Sequence[Path], machine: Mapping[str, Path]) -> list[RootOverlay]:
-    """The overlay of a root over ``bottom``, the topmost first, and those over the folders of the ``machine`` in it.
+    """The overlay of a root over ``bottom``, topmost first, and overlays over the folders of the ``machine`` in it.
 
     ``machine`` is by path inside. No link of a layer is followed.
     Raises :class:`~etude.errors.SandboxError` for a path that no overlay can have.
@@ -89,7 +89,9 @@ def overlays(spec: SandboxSpec, bottom: Sequence[Path], machine: Mapping[str, Pa
 
 
 def stage_script(stage: Path, disk_bytes: int) -> str:
-    """Make the stage, in a new mount namespace, and wait for a line; what is copied in meanwhile is an upper."""
+    """Make the stage in a new mount namespace, and wait for a line; files copied in meanwhile become an
+    upper folder.
+    """
     place = shlex.quote(str(stage))
     return (
         "set -e\n"
@@ -105,9 +107,9 @@ def stage_script(stage: Path, disk_bytes: int) -> str:
 
 
 def root_script(stage: Path, overlays: Sequence[RootOverlay], spec: SandboxSpec) -> str:
-    """Build the root on the stage, and stay until the other end of the standard input is closed.
+    """Build the root on the stage, and stay until standard input is closed.
 
-    Ends with a complaint, and nothing outside of the stage was touched, when a link leads to a place that it needs.
+    If a required path contains a link, exits with an error, without touching anything outside the stage.
     """
     place = shlex.quote(str(stage))
     root = f"{place}/root"
@@ -134,7 +136,7 @@ def root_script(stage: Path, overlays: Sequence[RootOverlay], spec: SandboxSpec)
     for target, source in spec.mounts.items():
         inner, shown = root + shlex.quote(target), shlex.quote(str(source))
         make = f"mkdir -p {inner}" if _is_folder(source) else f'mkdir -p "$(dirname {inner})" && touch {inner}'
-        lines.append(_no_links(target))  # only now: what was shown before may have links, too
+        lines.append(_no_links(target))  # only now: earlier mounts may contain links, too
         lines.append(f"{make} && mount --bind {shown} {inner} && mount -o remount,bind,ro {inner}")
     return "\n".join([*lines, "echo ready", "exec cat >/dev/null", ""])
 
@@ -262,7 +264,7 @@ def process(
 
 
 def max_open_files() -> int:
-    """Hard limit of open files of a command: not above this process's, which not every machine lets root raise."""
+    """Hard limit of open files of a command: at most this process's, which root cannot raise on every machine."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
 

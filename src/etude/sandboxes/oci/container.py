@@ -3,8 +3,8 @@
     asleep ◀──sleep── awake ──▶ commands        a woken one has another name, but the same processes
            ──wake───▶
 
-Owns the calls of the runtime and what they leave in the container's folder. When what may be asked is decided in
-:mod:`etude.sandboxes.oci.sandbox`.
+Owns the calls of the runtime and their files in the container's folder. :mod:`etude.sandboxes.oci.sandbox` decides
+which calls are allowed when.
 """
 
 import asyncio
@@ -29,15 +29,19 @@ from etude.sandboxes.oci.runtimes import OciRuntime
 from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe, exec_result
 
 RUN_TIMEOUT_S = 120.0
-"""For the runtime to start, checkpoint or restore a container; it takes less than a second on an idle machine."""
+"""Timeout for the runtime to start, checkpoint or restore a container; it takes less than a second on an
+idle machine.
+"""
 GRACE_S = 20.0
-"""For a command to be over once it was killed."""
+"""Timeout for a killed command to end."""
 START_POLL_S = 0.01
-"""Time between two looks for a command's number, which is written to a file."""
+"""Interval between checks for a command's process id, which is written to a file."""
 MAX_LISTENED = 64
-"""Outputs of commands' descendants that are read at a time."""
+"""Outputs of commands' descendants read at a time."""
 RUNTIME_FAILED, KILLED = 128, 137
-"""Exit code of the runtime when it cannot say how a command ended, which a command may have, too; and of the killed."""
+"""Exit code of the runtime if it does not know how a command ended (a command may return it too); that of a killed
+command.
+"""
 KILL = 'kill -9 "-$1" 2>/dev/null || kill -9 "$1"'
 EXEC, EXEC_WITHOUT_INPUT = 'exec "$@"', 'exec "$@" </dev/null'
 """Scripts that run inside: the shell says in the usual words what cannot be run."""
@@ -69,7 +73,7 @@ image, or ``su`` of the latter.
 SERVICE_POWERS = ("SYS_CHROOT", "NET_BIND_SERVICE")
 """Capabilities of services beside those of who builds an image."""
 LOG_BYTES = 2000
-"""Bytes of a runtime's complaint that are shown."""
+"""Longest quotation of a runtime's error, in bytes."""
 COUNT = "set -- /proc/[0-9]*; echo $(($# - 2))"
 """Counts the processes inside, but for the first and the script's own."""
 HOLDERS = "find /proc/[0-9]*/fd -maxdepth 1 -lname 'host:*' -printf '%h\\n' 2>/dev/null; echo /proc/$$/fd"
@@ -80,7 +84,7 @@ class Container:
     """One container in namespaces of its own."""
 
     def __init__(self, runtime: OciRuntime, command: Sequence[str], namespaces: NamespaceHolder, folder: Path) -> None:
-        """``command`` is the program and its flags; ``folder`` is the container's own, and has a ``bundle``."""
+        """``command`` is the program with its flags; ``folder`` belongs to the container and has a ``bundle``."""
         self._runtime = runtime
         self._command = command
         self._namespaces = namespaces
@@ -89,17 +93,17 @@ class Container:
         self._commands = 0
         self._descendants = DescendantOutputs(MAX_LISTENED)
         self.is_awake = False
-        """True while its processes run; false for good once it could not be restored."""
+        """True while its processes run; false permanently after a failed restore."""
 
     async def boot(self) -> None:
         """Start it. Raises :class:`~etude.errors.SandboxError`."""
         await self._begin("run", "--detach", "--bundle", str(self._folder / "bundle"))
 
     async def sleep(self, memory: Path) -> None:
-        """Write its memory to a new folder; it has no process afterwards.
+        """Write its memory to a new folder; afterwards it has no process.
 
-        Raises :class:`~etude.errors.Unsupported`, and nothing has happened, while something inside has an output of a
-        command open that ended: the machine's end of it does not survive.
+        Raises :class:`~etude.errors.Unsupported`, without effect, while a process inside still has an output of an
+        ended command open: the machine's end of the pipe cannot be restored.
         """
         code, printed = await self._call("exec", self._name, "/bin/sh", "-c", HOLDERS)
         *holders, own = printed.split() or [""]
@@ -116,13 +120,13 @@ class Container:
             raise SandboxError(f"a sandbox could not be checkpointed: {output.strip()}")
 
     async def wake(self, memory: Path) -> None:
-        """Begin where the memory in a folder ends, with the files that are there now."""
+        """Restore from the memory in a folder, with the current files."""
         self._wakes += 1
         bundle = str(self._folder / "bundle")
         await self._begin("restore", "-detach", "-bundle", bundle, "-image-path", str(memory))
 
     async def pause(self) -> None:
-        """Let nothing run in it. Raises :class:`~etude.errors.SandboxError`."""
+        """Pause all its processes. Raises :class:`~etude.errors.SandboxError`."""
         self.is_awake = False
         code, output = await (
             self._signal_all("STOP") if self._runtime.shares_kernel else self._call("pause", self._name)
@@ -141,7 +145,9 @@ class Container:
         return float(text) if code == 0 and text.strip().isdigit() else math.nan
 
     async def run(self, command: Command, stdin: bytes) -> ExecResult:
-        """See one command to its end, or kill it with its process group. Raises :class:`~etude.errors.SandboxError`."""
+        """Wait for the end of a command, or kill it with its process group.
+        Raises :class:`~etude.errors.SandboxError`.
+        """
         self._commands += 1
         order, pid_file = (self._folder / f"{self._commands}.{kind}" for kind in ("json", "pid"))
         await asyncio.to_thread(order.write_bytes, _order(command, has_input=bool(stdin)))
@@ -171,7 +177,7 @@ class Container:
                 file.unlink(missing_ok=True)
 
     def hang_up(self) -> None:
-        """Listen to nothing any more: the namespaces are gone."""
+        """Stop reading outputs: the namespaces are gone."""
         self._descendants.close()
 
     @property
@@ -185,7 +191,7 @@ class Container:
         return await run_program(self._line(*arguments), RUN_TIMEOUT_S)
 
     async def _signal_all(self, signal: str) -> tuple[int, str]:
-        """Signal every process of the namespaces around but their first, which has no child that it would miss."""
+        """Signal every process of the surrounding namespaces except the first."""
         return await run_program(self._namespaces.enter(("/bin/sh", "-c", f"kill -{signal} -1")), RUN_TIMEOUT_S)
 
     async def _begin(self, *arguments: str) -> None:

@@ -3,10 +3,10 @@
     provider ══standard input══▶ unshare ──▶ process 1: a shell, then cat       :mod:`etude.sandboxes.oci.bundle` mounts
              ──nsenter──▶ runtime ──▶ sentry, gofer, commands                   all of them below process 1
 
-Every process in the namespaces dies with process 1, and the mounts with the last of them; process 1 ends when its
-standard input does, so also when the provider is killed. Owns that, and the control groups around it where the machine
-has any: a wall against a sandbox that would take the machine's memory or processes, beyond which the whole sandbox
-dies.
+Every process in the namespaces dies with process 1, and the mounts with the last process. Process 1 ends when its
+standard input closes, hence also when the provider is killed. Owns process 1, and the control groups around it if the
+machine has any: hard limits against a sandbox that would use up the machine's memory or processes; beyond them the
+whole sandbox dies.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from etude.sandboxes.ns.cgroups import (
 )
 
 START_TIMEOUT_S = 60.0
-"""For the mounts of a root; they take some milliseconds."""
+"""Timeout for the mounts of a root; they take some milliseconds."""
 STOP_TIMEOUT_S = 30.0
-"""For the kernel to end all processes in there."""
+"""Timeout for the kernel to end all processes inside."""
 OVERHEAD_BYTES = 512 << 20
-"""Memory of the sentry and the gofer, beyond what the sandbox may have: the wall is behind the limit."""
+"""Memory of the sentry and the gofer, in addition to the sandbox's own limit."""
 HOST_PROCESSES = 8
-"""Threads and processes of the machine for each process inside, and as many again for the sentry."""
+"""The machine's threads and processes per process inside, and the same number for the sentry."""
 BOX = "box"
 """Name of the control group below the launcher's own."""
 
@@ -55,9 +55,9 @@ class NamespaceHolder:
 
     @classmethod
     async def start(cls, script: str, limits: SandboxLimits) -> "NamespaceHolder":
-        """Make the namespaces and run ``script`` in them, up to where it says that it is ready.
+        """Make the namespaces and run ``script`` in them until it reports that it is ready.
 
-        Raises :class:`~etude.errors.SandboxError` with what it complained of.
+        Raises :class:`~etude.errors.SandboxError` with the script's error output.
         """
         process = await asyncio.create_subprocess_exec(
             *("unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script),
@@ -79,11 +79,11 @@ class NamespaceHolder:
 
     @property
     def root(self) -> Path:
-        """The machine's root as it is seen in there."""
+        """The machine's path of the root inside."""
         return Path(f"/proc/{self._inner}/root")
 
     async def ready(self) -> None:
-        """Wait until the script has come to its next rest. Raises :class:`~etude.errors.SandboxError` if it ended."""
+        """Wait until the script is ready again. Raises :class:`~etude.errors.SandboxError` if it ended."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         try:
@@ -102,7 +102,7 @@ class NamespaceHolder:
         await self.ready()
 
     def enter(self, argv: Sequence[str]) -> tuple[str, ...]:
-        """The command line that runs another one in here."""
+        """The command line that runs another one in these namespaces."""
         return (
             "sh",
             "-c",
@@ -120,15 +120,15 @@ class NamespaceHolder:
 
     @property
     def has_wall(self) -> bool:
-        """True if this machine has control groups that stand around it."""
+        """True if control groups of this machine enclose it."""
         return self._cgroups is not None
 
     def usage(self) -> Usage:
-        """Usage of the machine, overhead included; nothing where there are no groups."""
+        """The usage on the machine, overhead included; empty without control groups."""
         return Usage(None, None, None) if self._cgroups is None else self._cgroups.usage(BOX)
 
     async def close(self) -> None:
-        """End everything in there; when this returns, it is over. Calling it twice is harmless."""
+        """End everything inside and wait for it. Calling it twice is harmless."""
         for victim in filter(None, (self._inner, self._process.pid if self._process.returncode is None else 0)):
             if self._process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -144,7 +144,7 @@ class NamespaceHolder:
             cgroups.close()
 
     def _wall_in(self, limits: SandboxLimits) -> None:
-        """Make groups that all join who enter, if this machine lets us."""
+        """Make the groups that every entering process joins, if the machine allows it."""
         launcher = launcher_name(self._process.pid)
         texts = (Path(f"/proc/self/{name}").read_text(encoding="utf-8") for name in ("mountinfo", "cgroup"))
         hierarchies = writable(find_hierarchies(*texts), launcher)

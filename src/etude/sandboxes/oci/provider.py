@@ -4,13 +4,13 @@ virtualisation.
     provider ──▶ namespaces (etude.sandboxes.oci.namespaces) ──▶ runtime ──▶ commands and their system calls
                                                                    └──▶ with gVisor: sentry (the kernel), gofer (files)
 
-The runtimes are rows of a table (:mod:`etude.sandboxes.oci.runtimes`). Inside is what
-:mod:`etude.sandboxes.ns.provider` has inside; with gVisor answered by another kernel, so that a fault of the machine's
-is out of a command's reach, and a running sandbox can be forked with its memory: its sentry is checkpointed, and
-restored once for the original and once for every fork, with copies of the files that were written.
+The runtimes are rows of a table (:mod:`etude.sandboxes.oci.runtimes`). The inside is like that of
+:mod:`etude.sandboxes.ns.provider`. With gVisor a separate kernel answers, so a bug in the machine's kernel is out of a
+command's reach, and a running sandbox can be forked with its memory: its sentry is checkpointed, then restored once for
+the original and once per fork, with copies of the written files.
 
 Needs root, the runtime (``runsc`` of 2022 or later), and a kernel of 6.6 or later for its overlays. A spec that needs
-more than the capabilities of a row is refused; where the machine has control groups, a sandbox that goes far beyond its
+more than the capabilities of a row is rejected; if the machine has control groups, a sandbox that far exceeds its
 limits is ended as a whole.
 
 States of a provider: new ──create──▶ open ──close──▶ closed. Owns its folder; whatever runs ends with it.
@@ -41,9 +41,9 @@ from etude.sandboxes.oci.sandbox import OciSandbox, OciSandboxHooks
 from etude.sandboxes.scratch import Scratch
 
 TRIAL_TIMEOUT_S = 60.0
-"""For the first command of all."""
+"""Timeout of the very first command."""
 COPY_TIMEOUT_S = 300.0
-"""For the files of one fork or snapshot."""
+"""Timeout for the files of one fork or snapshot."""
 
 
 class OciSandboxes:
@@ -79,7 +79,7 @@ class OciSandboxes:
         self._closed = False
 
     async def capabilities(self) -> frozenset[Capability]:
-        """Its capabilities on this machine: none where no sandbox can be made."""
+        """Its capabilities on this machine; empty if no sandbox can be made."""
         async with self._trying:
             if self._proven is None:
                 try:

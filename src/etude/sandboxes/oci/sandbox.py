@@ -4,8 +4,7 @@
       └──close, time to live, failure──▶ closed
 
 Files are read from outside, through the root's overlay; they are written by programs inside, since gVisor's sentry
-remembers what it has seen of them. Owns the life of the sandbox; :mod:`etude.sandboxes.oci.container` that of
-its processes.
+caches them. Owns the life of the sandbox; :mod:`etude.sandboxes.oci.container` owns that of its processes.
 """
 
 import asyncio
@@ -32,9 +31,9 @@ from etude.sandboxes.oci.runtimes import OciRuntime
 FILE_TIMEOUT_S = 120.0
 """For a file or an archive to be written."""
 KILL_ROUNDS = 3
-"""Rounds of killing everything: what was being started during one is there in the next."""
+"""Rounds of killing everything: a process started during one round is found in the next."""
 SIGNALLED = 128
-"""Higher exit codes are those of a process that a signal ended."""
+"""Higher exit codes mean that a signal ended the process."""
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 IS_ODD = '[ -e "$1" ] && [ ! -f "$1" ]'
 UNPACK = 'exec tar -x -p -f - -C "$1"'
@@ -85,10 +84,9 @@ class OciSandbox:
         timeout_s: float = 5.0,
         environment: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run one command in the working folder, at most 64 KiB of stdout and of stderr being kept.
+        """Run one command in the working folder, keeping at most 64 KiB each of stdout and stderr.
 
-        When its time runs out, or the caller gives up, its process group is killed; what it started in another one
-        goes on.
+        If it times out or the caller is cancelled, its process group is killed; processes in other groups continue.
         """
         self._check_open()
         variables = dict(environment or {})
@@ -104,7 +102,9 @@ class OciSandbox:
         return await self._run(command, b"")
 
     async def read_file(self, path: str) -> str | None:
-        """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is no plain file."""
+        """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is not a regular
+        file.
+        """
         async with self._lock.shared():
             text = await asyncio.to_thread(self.files.read, path)
         if text is None and not (await self._run(_script(self, IS_ODD, path), b"")).exit_code:
@@ -112,9 +112,9 @@ class OciSandbox:
         return text
 
     async def write_file(self, path: str, text: str) -> None:
-        """Create or replace a file and the folders above it; ``ValueError`` for a path that is no plain file's."""
+        """Create or replace a file and its parent folders; ``ValueError`` if the path cannot be a regular file."""
         data = text.encode()
-        await self.read_file(path)  # says what is wrong with it
+        await self.read_file(path)  # raises if the path is invalid
         result = await self._run(_script(self, WRITE, path), data)
         _check_done(f"{path!r} could not be written", result)
 
@@ -124,7 +124,7 @@ class OciSandbox:
             return await asyncio.to_thread(self.files.pack, list(paths), limit_bytes)
 
     async def load(self, tar: bytes) -> None:
-        """Unpack a tar into the working folder, or nothing of it and ``ValueError``."""
+        """Unpack a tar into the working folder; if it is invalid, unpack nothing and raise ``ValueError``."""
         async with self._lock.shared():
             await asyncio.to_thread(self.files.check, tar)
         result = await self._run(_script(self, UNPACK, "."), tar)
@@ -168,7 +168,7 @@ class OciSandbox:
             return await self._home.fork(self, count)
 
     async def close(self) -> None:
-        """Kill what still runs and remove everything; calling it twice is harmless."""
+        """Kill all processes and remove the sandbox; calling it twice is harmless."""
         self._expire()
         assert self._closing is not None
         await asyncio.shield(self._closing)
@@ -192,7 +192,9 @@ class OciSandbox:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """While there is no other call; what does not run afterwards is closed."""
+        """Wait until no other call is in progress, and keep new ones out; if the container no longer runs, close the
+        sandbox.
+        """
         async with self._lock.exclusive():
             try:
                 yield
@@ -227,8 +229,8 @@ def _script(sandbox: OciSandbox, script: str, path: str) -> Command:
 
 
 def _check_done(failed: str, result: ExecResult) -> None:
-    """A script of ours inside has done what it shall: a full disk, or a signal of another process there, is the
-    agent's doing.
+    """Check the result of one of étude's scripts inside: a full disk, or a signal from another process inside, is the
+    agent's fault.
     """
     if result.exit_code > SIGNALLED or os.strerror(errno.ENOSPC) in result.stderr:
         raise AgentFault(f"{failed}: exit code {result.exit_code}: {result.stderr.strip()}")

@@ -2,10 +2,10 @@
 
     disk 0   the machine's own root      disk 1   what commands write       disks 2 …   layers of images
 
-Every machine has the same devices, because a copy must find those that its original had: a place for a layer that is
-not used holds an empty disk. All disks say they are ``DISK_BYTES`` large, whatever is in them, so that another one can
-be put into a place while a machine rests. Owns the translation, which packs layers and mounts
-that are not disks yet: slow, and not for an event loop. Processes are :mod:`etude.sandboxes.qemu.machine`'s.
+Every machine has the same devices, because a copy must find those of its original: a slot for an unused layer holds an
+empty disk. All disks report a size of ``DISK_BYTES``, so that the disk in a slot can be replaced while a machine rests.
+Owns the translation from specs, which packs layers and mounts into disks if necessary: slow, so not for an event loop.
+Processes are in :mod:`etude.sandboxes.qemu.machine`.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ UPPER = 1
 """Number of the disk that is written to."""
 DISK_BYTES = 64 << 30
 KERNEL_MIB = 224
-"""Memory beside that of commands, for the kernel, the agent and archives on their way."""
+"""Memory in addition to that of commands, for the kernel, the agent and archives in transfer."""
 BOOT_ARGUMENTS = (
     "console=ttyS0 quiet panic=-1 reboot=t mitigations=off random.trust_cpu=on audit=0 apparmor=0 "
     "cgroup_no_v1=all psi=0 transparent_hugepage=never nowatchdog"
@@ -63,7 +63,7 @@ class Boot:
     kernel: Path
     initramfs: Path
     console: Path
-    """File for what the kernel says."""
+    """File for the kernel's console output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,9 @@ class Disks:
 
     system: Path
     upper: tuple[Path, ...]
-    """Each over those before it: a raw disk unless ``is_blank``, then qcow2 files, of which the last is written."""
+    """Each is based on the previous ones: a raw disk unless ``is_blank``, then qcow2 files, the last of which is
+    written.
+    """
     is_blank: bool
     """True if there is no raw disk at the bottom."""
     layers: tuple[Path, ...]
@@ -197,7 +199,7 @@ def shape_of(accelerator: str, limits: SandboxLimits) -> Shape:
 def vm_spec_of(spec: SandboxSpec, accelerator: str, store: ImageStore, base: Base) -> VmSpec:
     """The VM spec of a sandbox spec; ``base`` is the base system of the machine itself.
 
-    Raises :class:`~etude.errors.SandboxError` for more layers and mounts than there are places, or a mount of nothing,
+    Raises :class:`~etude.errors.SandboxError` for too many layers and mounts, or a mount of a missing path,
     :class:`~etude.errors.ConfigError` for a base system that is not stored.
     """
     image = spec.image

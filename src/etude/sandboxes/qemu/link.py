@@ -2,8 +2,8 @@
 
     ask ──request──▶ port ──▶ agent ──answer──▶ the caller             tunnels: etude.sandboxes.qemu.port_forwarder
 
-Owns the socket. Reads until the machine hangs up or says what cannot be understood; then everybody who waits gets a
-:class:`~etude.errors.SandboxError`, and so does who asks later. Any number may ask at a time.
+Owns the socket. Reads until the machine disconnects or sends an invalid message; then all pending and later callers get
+a :class:`~etude.errors.SandboxError`. Any number of requests may be in progress.
 """
 
 import asyncio
@@ -18,16 +18,18 @@ from etude.sandboxes.qemu.port_forwarder import PortForwarder
 
 CHUNK_BYTES = 256 << 10
 LARGE_BYTES = 1 << 20
-"""Bodies beyond this are sent one at a time: the agent holds what has come of all at once."""
+"""Larger bodies are sent one at a time: the agent buffers incomplete bodies in memory."""
 OPEN_LIMIT = 1000
-"""Questions without an answer yet."""
+"""Most requests without an answer."""
 
 
 class GuestLink:
     """Sends requests to a guest agent over one socket."""
 
     def __init__(self, *, next_id: int = 1, allow: Sequence[str] = ()) -> None:
-        """``next_id`` is above all numbers that the agent has heard, ``allow`` the places that tunnels may lead to."""
+        """``next_id`` exceeds all ids that the agent has received, ``allow`` lists the permitted
+        tunnel destinations.
+        """
         self.next_id = next_id
         self._port: socket.socket | None = None
         self._outbox = Outbox()
@@ -39,16 +41,16 @@ class GuestLink:
         self._error = ""
 
     def open(self, port: socket.socket) -> None:
-        """Begin to listen and talk, over a socket that is now the link's."""
+        """Start to read and write, over a socket that the link then owns."""
         port.setblocking(False)
         self._port = port
         self._tasks = (asyncio.create_task(self._read(port)), asyncio.create_task(self._write(port)))
 
     async def ask(self, do: str, head: Mapping[str, Any], body: bytes = b"", *, timeout_s: float) -> GuestMessage:
-        """Ask the agent to do something.
+        """Send a request to the agent.
 
-        Raises :class:`~etude.errors.SandboxError` when there is no answer or it failed, ``ValueError`` for what the
-        agent says is the caller's error.
+        Raises :class:`~etude.errors.SandboxError` if there is no answer or the request failed, ``ValueError`` if the
+        agent reports a caller's error.
         """
         if len(body) > MESSAGE_LIMIT_BYTES - LARGE_BYTES:
             raise ValueError(f"{len(body)} bytes are more than a virtual machine takes at a time: use several files")
@@ -72,17 +74,17 @@ class GuestLink:
         return _judge(answer)
 
     def say(self, message: GuestMessage) -> None:
-        """Send something that has no answer."""
+        """Send a message that has no answer."""
         self._outbox.add(message)
         self._has_output.set()
 
     async def drain(self) -> None:
-        """Wait until all that was said is on its way."""
+        """Wait until all messages are sent."""
         while self._outbox and not self._error:
             await asyncio.sleep(0.001)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._fail("the virtual machine is closed")
         for task in self._tasks:
             task.cancel()

@@ -1,8 +1,8 @@
 """The host's end of a virtual machine's tunnels: connections to the places that its spec allows.
 
-The agent says which place a command wants; only those allowed are connected to, whatever it says. Owns the connections;
-how a command gets there is :mod:`etude.sandboxes.qemu.guest.tunnels`'s. One task a connection, each with bounded
-buffers.
+The agent names the place that a command requests; connections are made only to allowed places, whatever the agent says.
+Owns the connections; :mod:`etude.sandboxes.qemu.guest.tunnels` is the end inside. One task per connection, each with
+bounded buffers.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class PortForwarder:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def hear(self, head: dict[str, Any], body: bytes) -> None:
-        """Take what the agent says of a tunnel; an unknown word says nothing.
+        """Process an agent's message about a tunnel; unknown messages are ignored.
 
         Raises ``KeyError``, ``TypeError``, ``ValueError`` or ``OverflowError`` for a head without its numbers.
         """
@@ -59,7 +59,7 @@ class PortForwarder:
 
 
 class _Forwarder:
-    """One connection: what came through the tunnel goes out, what comes back goes in."""
+    """One connection: copies data from the tunnel to the place and back."""
 
     def __init__(self, number: int, say: Say) -> None:
         self._number = number
@@ -80,7 +80,7 @@ class _Forwarder:
         self._taken.set()
 
     async def run(self, place: str) -> None:
-        """Connect, carry, close."""
+        """Connect, copy, close."""
         host, _, port = place.rpartition(":")
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -97,7 +97,7 @@ class _Forwarder:
         except OSError:
             pass  # either end is gone, which the other is told below
         finally:
-            writer.transport.abort()  # a peer that does not read is not waited for
+            writer.transport.abort()  # do not wait for a peer that does not read
             self._say({"do": "shut", "tunnel": self._number}, b"")
             back.cancel()
             await asyncio.gather(back, return_exceptions=True)
@@ -126,7 +126,7 @@ class _Forwarder:
         await self._settle(1)
 
     async def _settle(self, limit_bytes: int) -> None:
-        """Wait until the command has taken all but less than ``limit_bytes``."""
+        """Wait until the command has read all but less than ``limit_bytes``."""
         while self._ahead_bytes >= limit_bytes and not self._broken:
             self._taken.clear()
             await self._taken.wait()

@@ -2,9 +2,9 @@
 
     create ──▶ template of this VM spec ──copy──▶ machine ──▶ sandbox
 
-With hardware virtualisation where a machine boots under it, else in software: slower by a factor of ten or so, the same
-in every other respect. Needs no right but to read ``/dev/kvm``, if there is one. Owns the machines, the templates and
-their folder, which the next provider removes if this one is killed; the machines die with this process.
+Uses hardware virtualisation if a machine boots under it, else software emulation: about ten times slower, otherwise the
+same. Needs no privileges except reading ``/dev/kvm``, if it exists. Owns the machines, the templates and their folder,
+which the next provider removes if this one is killed; the machines die with this process.
 
 States: new ──create──▶ open ──close──▶ closed.
 """
@@ -34,7 +34,7 @@ from etude.sandboxes.scratch import Scratch
 
 PROGRAM = "qemu-system-x86_64"
 CLAIMS = frozenset(Capability) - {Capability.LIMIT_WALL}
-"""All of them, as a machine of its own has everything; it holds to limits, and needs no wall."""
+"""All capabilities, as each sandbox is a separate machine; it enforces limits itself, and needs no wall."""
 PACKAGES: Mapping[str, str] = {
     "qemu-img": "qemu-utils", "mke2fs": "e2fsprogs", "mksquashfs": "squashfs-tools", "setpriv": "util-linux"
 }  # fmt: skip
@@ -42,7 +42,7 @@ VERSION_TIMEOUT_S = 10.0
 
 Accelerator = Literal["auto", "kvm", "tcg"]
 PROBE_TIMEOUT_S = 20.0
-"""For a boot that takes one or two."""
+"""Timeout of a boot that normally takes one or two seconds."""
 
 
 class QemuSandboxes:
@@ -67,7 +67,7 @@ class QemuSandboxes:
             packages = sorted({PACKAGES.get(name, "qemu-system-x86") for name in missing})
             raise ConfigError(f"{missing} are not installed: on Debian or Ubuntu, apt-get install {' '.join(packages)}")
         self.accelerator: str = accelerator
-        """``auto`` until the first sandbox was asked for, then ``kvm`` or ``tcg``."""
+        """``auto`` until the first sandbox is requested, then ``kvm`` or ``tcg``."""
         self._program = path
         self._store = store or ImageStore()
         self._base = open_base(self._store, base)
@@ -80,7 +80,7 @@ class QemuSandboxes:
         self._closed = False
 
     async def capabilities(self) -> frozenset[Capability]:
-        """All of them, once a machine has booted. Raises :class:`~etude.errors.SandboxError` when none does."""
+        """All of them, once a machine has booted. Raises :class:`~etude.errors.SandboxError` if none boots."""
         templates = await self._open()
         await templates.booted(shape_of(self.accelerator, SandboxLimits()))
         return CLAIMS
@@ -117,7 +117,7 @@ class QemuSandboxes:
             raise failures[0]
 
     async def copies(self, spec: SandboxSpec, memories: tuple[Frozen, ...], count: int) -> Sequence[QemuSandbox]:
-        """So many sandboxes that start from the first of ``memories`` and need the files of all; or none, and an
+        """A number of sandboxes that start from the first of ``memories`` and need the files of all; or none, and an
         error.
         """
         self._hold(memories)  # until all are made
@@ -127,7 +127,7 @@ class QemuSandboxes:
             self._let_go(memories)
 
     def hold(self, sandbox: QemuSandbox, frozen: Frozen) -> None:
-        """Keep the files of something frozen as long as a sandbox."""
+        """Keep the files of a frozen machine as long as a sandbox."""
         self._opened.hold(frozen)
         sandbox.memories = (frozen, *sandbox.memories)
 
@@ -188,7 +188,7 @@ class QemuSandboxes:
             self._opened.let_go(frozen)
 
     async def _open(self) -> Templates:
-        """Make the folder and find out what accelerates, once."""
+        """Make the folder and choose the accelerator, once."""
         async with self._opening:
             if self._closed:
                 raise SandboxError("the sandbox provider is closed")
@@ -218,9 +218,9 @@ def _name() -> str:
 
 
 async def find_accelerator(templates: Templates, store: ImageStore) -> str:
-    """``kvm`` if a machine boots under it, else ``tcg``. That ``/dev/kvm`` opens says little: under some nested
-    virtualisation it does, and Debian's kernel stops at an instruction that is not emulated. To be sure of a no takes a
-    while, so it is noted beside the booted machines.
+    """``kvm`` if a machine boots under it, else ``tcg``. An accessible ``/dev/kvm`` proves little: under some nested
+    virtualisation, Debian's kernel then stops at an instruction that is not emulated. A negative result takes a while,
+    so it is recorded next to the booted machines.
     """
     if not _can_open_kvm():
         return "tcg"

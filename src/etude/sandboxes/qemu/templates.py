@@ -1,10 +1,10 @@
-"""Frozen machines that sandboxes are copied from: one booted for each shape, one prepared for each VM spec.
+"""Frozen machines to copy sandboxes from: one booted for each shape, one prepared for each VM spec.
 
     boot (seconds) ──▶ booted, kept on disk ──copy, environment──▶ prepared, kept in memory ──copy──▶ sandbox
 
-A booted machine depends on nothing but QEMU, the base system, the agent's code and its shape, so it is stored beside
-the images and found again by the next process. Owns both kinds and who waits for one that is being made; at most
-``PREPARED_LIMIT`` prepared ones are kept, and those that sandboxes still use beside them.
+A booted machine depends only on QEMU, the base system, the agent's code and its shape, so it is stored next to the
+images and reused by later processes. Owns both kinds and the callers that wait for one in preparation; at most
+``PREPARED_LIMIT`` prepared ones are kept, in addition to those in use by sandboxes.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ from etude.sandboxes.qemu.initramfs import agent_archive
 from etude.sandboxes.qemu.machine import Frozen, Machine, MachineIdentity
 
 BOOT_TIMEOUT_S = 180.0
-"""Software emulation on a busy machine; on an idle one it takes eight seconds."""
+"""Timeout for software emulation on a busy machine; on an idle one it takes eight seconds."""
 PREPARE_TIMEOUT_S = 60.0
 PREPARED_LIMIT = 16
 BOOTED_LIMIT = 12
-"""Kept on disk; each takes some 150 MB."""
+"""Booted machines kept on disk; each takes some 150 MB."""
 LOCK_LIMIT = 8 * PREPARED_LIMIT
 """Most templates that are being made or once were."""
 CONSOLE_TAIL = 600
-"""Characters of what a kernel said that are shown when it does not boot."""
+"""Characters of the console output in the error of a failed boot."""
 
 
 class Templates:
     """Booted and prepared machines, made on first use."""
 
     def __init__(self, program: str, version: str, store: ImageStore, base: Base, folder: Path) -> None:
-        """``folder`` is where prepared ones are kept, ``version`` QEMU's own words about itself."""
+        """``folder`` holds prepared machines, ``version`` is QEMU's version text."""
         self._program = program
         self._version = version
         self._store = store
@@ -67,9 +67,9 @@ class Templates:
             return self._prepared[key]
 
     async def booted(self, shape: Shape, timeout_s: float = BOOT_TIMEOUT_S) -> Frozen:
-        """A machine of a shape as it is when its agent first answers.
+        """A machine of a shape in its state when its agent first answers.
 
-        Raises :class:`~etude.errors.SandboxError` with the end of what its kernel said when it does not.
+        Raises :class:`~etude.errors.SandboxError` with the end of its console output if it does not boot.
         """
         place = self._store.folder / "machines" / self.key(shape)
         async with self._locks.setdefault(place.name, asyncio.Lock()):
@@ -82,11 +82,11 @@ class Templates:
             return Frozen(shape=shape, folder=place, disks=self._blank(place), next_id=next_id)
 
     def hold(self, frozen: Frozen) -> None:
-        """Keep a template's files until they are let go as often."""
+        """Keep a template's files until they are released as often."""
         self._users[frozen.folder] = self._users.get(frozen.folder, 0) + 1
 
     def let_go(self, frozen: Frozen) -> None:
-        """Say that one copy less needs a template's files."""
+        """Release a template's files for one copy."""
         self._users[frozen.folder] -= 1
         if not self._users[frozen.folder]:
             del self._users[frozen.folder]
@@ -149,14 +149,14 @@ class Templates:
         return Disks(system=self._base.disk, upper=(), is_blank=True, layers=(), empty=folder / "empty.qcow2")
 
     def _writable(self, size_bytes: int) -> Path:
-        """A disk with nothing on it, of which all copies of this size are made."""
+        """An empty disk from which all copies of this size are made."""
         path = self._folder / f"disk{size_bytes}"
         if not path.exists():
             make_writable(path, size_bytes)
         return path
 
     def key(self, shape: Shape) -> str:
-        """Digest of all that a booted machine depends on."""
+        """Digest of everything that a booted machine depends on."""
         wires = Wires(control=0, port=0, state=None)
         boot = Boot(kernel=Path("kernel"), initramfs=Path("initrd"), console=Path("console"))
         disks = replace(self._blank(Path()), upper=(Path("upper"),))
@@ -170,7 +170,7 @@ class Templates:
 
 
 def prune(folder: Path) -> None:
-    """Keep the booted machines, and the notes on those that did not boot, that were used last."""
+    """Keep the most recently used booted machines and records of failed boots."""
     used = {path: path.stat().st_mtime_ns for path in folder.glob("*.refused")}
     used |= {file.parent: file.stat().st_mtime_ns for file in folder.glob("*/frozen.json")}
     for path in sorted(used, key=lambda path: used[path])[:-BOOTED_LIMIT]:
@@ -182,7 +182,7 @@ def prune(folder: Path) -> None:
 
 
 def _host(shape: Shape) -> str:
-    """With hardware virtualisation the guest sees the machine's own processor, so a copy is good on no other."""
+    """The host's processor, which the guest sees with hardware virtualisation: a copy runs on no other model."""
     if shape.accelerator == "tcg":
         return ""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -3,14 +3,14 @@ speaks :mod:`etude.sandboxes.remote.wire`.
 
     trainer's side: RemoteSandboxes ──HTTPS, one key──▶ server in the user's own network ──▶ clones of their services
 
-Owns deadlines and heartbeats; believes no size and no word of the server's without looking. Creating, forking and
-closing are asked again after a lost connection (:mod:`etude.sandboxes.remote.connection`), since their names make that
-harmless; a command is not, so a lost connection under one is an error of the sandbox. Several servers are
+Owns deadlines and heartbeats; validates every size and text from the server. Requests to create, fork and close are
+retried after a lost connection (:mod:`etude.sandboxes.remote.connection`), since their names make repetition harmless.
+A command is not retried, so a connection lost during a command is an error of the sandbox. For several servers see
 :mod:`etude.sandboxes.remote.hosts`.
 
 States of a provider: new ──first call──▶ open ──close──▶ closed. While it is open and holds sandboxes, their leases are
-renewed in pages, over a connection that no command takes up; when that fails for too long, the server closes them, and
-using them is an error. Those that the server has lost are known with the next heartbeat.
+renewed in pages, over a connection that commands do not use. If that fails for too long, the server closes the
+sandboxes, and using them is an error. The next heartbeat reports those that the server has lost.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ from etude.sandboxes.remote.connection import CALL_TIMEOUT_S, ServerConnection, 
 from etude.sandboxes.remote.placement import HostReport
 
 CREATE_TIMEOUT_S = 600.0
-"""For a sandbox, a fork or a snapshot: the first of an image may need a virtual machine to start."""
+"""Timeout for a sandbox, a fork or a snapshot: the first sandbox of an image may need a virtual machine to start."""
 CLOSE_TIMEOUT_S = 30.0
-"""For a sandbox to close; one that does not is the server's to close when its lease is over."""
+"""Timeout for closing a sandbox; after that, the server closes it when its lease ends."""
 GRACE_S = 60.0
 """Time after a command's own deadline within which its end may be reported."""
 ATTEMPTS = 3
-"""Tries of a request that may be repeated."""
+"""Attempts of a request that may be repeated."""
 HEARTBEATS_PER_LEASE = 3
-"""So that two may be lost."""
+"""So that two heartbeats may be lost."""
 MIN_HEARTBEAT_S = 0.05
-"""Whatever lease the server speaks of."""
+"""Shortest heartbeat interval, whatever the server's lease."""
 LEASES_PER_PAGE = 2_000
-"""Leases that one request renews: its two ends take some milliseconds for them."""
+"""Leases renewed in one request; this takes some milliseconds on each side."""
 CLOSED_AT_ONCE = 128
-"""Sandboxes that are closed at a time when all are: a server's queue of new connections is as long."""
+"""Concurrent closes when all sandboxes are closed: as many as a server's queue of new connections holds."""
 CONTROL_CONNECTIONS = 8
-"""For leases and for what is asked of the server itself, beside those of sandboxes."""
+"""Connections for leases and server requests, besides those of sandboxes."""
 
 M = TypeVar("M", bound=wire.WireMessage)
 
@@ -53,8 +53,8 @@ class RemoteSandboxes:
     """Makes sandboxes on a server; implements :class:`~etude.protocols.SandboxProvider`."""
 
     def __init__(self, url: str, key: str, *, connections: int = 0) -> None:
-        """``url`` is the server's, without the version; at most ``connections`` calls of sandboxes go on at a time, 0
-        for as many as this process has files for.
+        """``url`` is the server's, without the version; at most ``connections`` sandbox calls run concurrently, 0 for
+        as many as this process's open-file limit allows.
 
         Raises :class:`~etude.errors.ConfigError` for a URL that is none, or without a key.
         """
@@ -103,7 +103,9 @@ class RemoteSandboxes:
         return self.hold(name, lease.lease_s)
 
     async def report(self, timeout_s: float) -> HostReport:
-        """The server's room, as it says. Raises :class:`~etude.errors.SandboxError` if there is no answer in time."""
+        """The server's report of its capacity. Raises :class:`~etude.errors.SandboxError` if there is no answer in
+        time.
+        """
         return (await self._control.ask(wire.HostReply, "GET", "host", timeout_s=timeout_s)).report
 
     async def announce(self, spec: SandboxSpec, count: int) -> None:
@@ -112,13 +114,13 @@ class RemoteSandboxes:
         await self._control.ask(wire.Done, "POST", "announce", body, attempts=ATTEMPTS)
 
     async def drain(self) -> HostReport:
-        """Have the server take no new sandboxes, and end with its last one; for its operator."""
+        """Make the server accept no new sandboxes, and stop after its last one; for its operator."""
         return (await self._control.ask(wire.HostReply, "POST", "drain", attempts=ATTEMPTS)).report
 
     async def give_up(self, reason: str) -> None:
-        """Fail every sandbox and every call under way, with the reason, and all calls until :meth:`take_up`.
+        """Fail all sandboxes and pending calls with the reason, and all later calls until :meth:`take_up`.
 
-        Nothing is said to the server: what it may still have ends with its lease.
+        The server is not notified: its remaining sandboxes end with their leases.
         """
         self._capabilities = None
         self._snapshots.clear()
@@ -144,28 +146,28 @@ class RemoteSandboxes:
         await self._control.close()
 
     def hold(self, name: str, lease_s: float) -> "RemoteSandbox":
-        """A sandbox that the server made; its lease is renewed from now on."""
+        """Register a sandbox that the server made; its lease is renewed from now on."""
         sandbox = self._sandboxes[name] = RemoteSandbox(self, self._server, name, lease_s)
         if self._heart is None or self._heart.done():
             self._heart = asyncio.create_task(self._beat())
         return sandbox
 
     def keep_snapshot(self, digest: str) -> None:
-        """Remember an image that only this server has."""
+        """Record an image that only this server has."""
         self._snapshots.add(digest)
 
     def has_snapshot(self, digest: str) -> bool:
-        """Say whether the server keeps an image that one of its sandboxes was made into."""
+        """True if the server stores an image as a snapshot of one of its sandboxes."""
         return digest in self._snapshots
 
     def drop_soon(self, name: str) -> None:
-        """:meth:`drop` a sandbox without waiting for it: who asked for it has an error to hear of."""
+        """:meth:`drop` a sandbox in the background: its caller already gets an error."""
         drop = asyncio.create_task(self.drop(name))
         self._drops.add(drop)
         drop.add_done_callback(self._drops.discard)
 
     async def drop(self, name: str) -> None:
-        """Let the server close a sandbox; when it cannot be told, it will do so when the lease is over."""
+        """Ask the server to close a sandbox; if it is unreachable, it does so when the lease ends."""
         self._sandboxes.pop(name, None)
         with suppress(EtudeError, ValueError):
             await self._server.ask(
@@ -183,9 +185,9 @@ class RemoteSandboxes:
             await asyncio.gather(*(self._renew(page, wait_s) for page in pages))
 
     async def _renew(self, names: list[str], timeout_s: float) -> None:
-        """Renew a page of leases, and give up the sandboxes that the server no longer has."""
+        """Renew a page of leases, and mark the sandboxes that the server no longer has as lost."""
         body = wire.write_message(wire.SandboxNames(names=names))
-        with suppress(EtudeError, ValueError):  # the next one may get through; if none does, calls will say so
+        with suppress(EtudeError, ValueError):  # the next renewal may succeed; if none does, calls will fail
             lost = await self._control.ask(wire.SandboxNames, "POST", "leases", body, timeout_s=timeout_s)
             for name in lost.names:
                 if sandbox := self._sandboxes.pop(name, None):
@@ -200,10 +202,10 @@ class RemoteSandbox:
         self._server = server
         self._name = name
         self.lease_s = lease_s
-        """For how long the server keeps it without hearing of us."""
+        """Time for which the server keeps it without a request."""
         self._closed = False
         self._loss = ""
-        """Reason for which it is gone, though it was not closed here; empty while it is there."""
+        """Reason for which it was lost, although not closed here; empty while it exists."""
 
     async def exec(
         self,
@@ -213,23 +215,23 @@ class RemoteSandbox:
         timeout_s: float = 5.0,
         environment: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run one command; giving it up ends it. A connection that is lost under it is an error of the sandbox."""
+        """Run one command; cancelling this call ends it. A connection lost meanwhile is an error of the sandbox."""
         order = wire.ExecRequest(argv=list(argv), stdin=stdin, timeout_s=timeout_s, environment=dict(environment or {}))
         wait_s = timeout_s + GRACE_S if timeout_s > 0 else GRACE_S
         return (await self._ask(wire.ExecReply, "exec", order, timeout_s=wait_s)).result
 
     async def read_file(self, path: str) -> str | None:
-        """The text of a file, or ``None`` if there is none; ``ValueError`` if it is no plain file."""
+        """The text of a file, or ``None`` if there is none; ``ValueError`` if it is not a regular file."""
         return (await self._ask(wire.FileText, "read", wire.PathOnly(path=path))).text
 
     async def write_file(self, path: str, text: str) -> None:
-        """Create or replace a file and the folders above it; ``ValueError`` for a path that is no plain file's."""
+        """Create or replace a file and its parent folders; ``ValueError`` if the path cannot be a regular file."""
         await self._ask(wire.Done, "write", wire.FileText(path=path, text=text))
 
     async def export(self, paths: Sequence[str], *, limit_bytes: int = EXPORT_LIMIT_BYTES) -> bytes:
         """A tar of files and whole folders; ``ValueError`` beyond the limit.
 
-        One that could not be unpacked safely is an error of the sandbox.
+        An archive that cannot be unpacked safely is an error of the sandbox.
         """
         self._check_open()
         body = wire.write_message(wire.ExportRequest(paths=list(paths), limit_bytes=limit_bytes))
@@ -247,21 +249,21 @@ class RemoteSandbox:
         return tar
 
     async def load(self, tar: bytes) -> None:
-        """Unpack a tar into the working folder, or nothing of it and ``ValueError``."""
+        """Unpack a tar into the working folder; if it is invalid, unpack nothing and raise ``ValueError``."""
         self._check_open()
         path = f"sandboxes/{self._name}/load"
         await self._server.ask(wire.Done, "POST", path, tar)
 
     async def stats(self) -> SandboxStats:
-        """Usage now, as the server's provider counts it."""
+        """Current usage, as measured by the server's provider."""
         return (await self._ask(wire.Use, "stats")).stats()
 
     async def kill_processes(self) -> None:
-        """Have the server kill what runs inside."""
+        """Have the server kill all processes inside."""
         await self._ask(wire.Done, "kill", attempts=ATTEMPTS)
 
     async def snapshot(self) -> Image:
-        """The files as they are, as an image that the server keeps; no other provider knows it."""
+        """The current files, as an image that the server stores; no other provider has it."""
         image = (await self._ask(wire.ImageReply, "snapshot", timeout_s=CREATE_TIMEOUT_S)).image
         self._provider.keep_snapshot(image.digest)
         return image
@@ -283,14 +285,14 @@ class RemoteSandbox:
         return [self._provider.hold(name, self.lease_s) for name in names]
 
     async def close(self) -> None:
-        """Have the server kill what still runs and remove everything; calling it twice is harmless."""
+        """Have the server kill all processes and remove the sandbox; calling it twice is harmless."""
         if not self._closed:
             self._closed = True
             if not self._loss:
                 await self._provider.drop(self._name)
 
     def lose(self, reason: str) -> None:
-        """The server has it no more: every call from now on fails with the reason."""
+        """Mark the sandbox as lost on the server: every later call fails with the reason."""
         self._loss = reason
 
     async def _ask(

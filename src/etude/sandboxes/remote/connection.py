@@ -1,10 +1,10 @@
-"""The connection to one server of sandboxes: asks it things, and believes nothing that it did not read.
+"""The connection to one sandbox server: sends requests and validates the answers.
 
-Owns connections, deadlines of requests and the tries of those that may be repeated. What is said is
-:mod:`etude.sandboxes.remote.wire`'s.
+Owns connections, deadlines of requests and retries of repeatable ones. The messages are in
+:mod:`etude.sandboxes.remote.wire`.
 
-States: closed ──a request──▶ open ──close──▶ closed, ──cut──▶ cut ──resume──▶ closed. While it is cut, requests fail at
-once with the reason, those under way included.
+States: closed ──a request──▶ open ──close──▶ closed, ──cut──▶ cut ──resume──▶ closed. While it is cut, all requests
+fail at once with the reason, including those in progress.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ from etude.sandboxes.remote import wire
 
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 120.0
-"""For a file, an archive, a count."""
+"""Timeout for a file, an archive or statistics."""
 RETRY_S = 0.5
-"""Between two tries of a request that may be repeated."""
+"""Pause between two attempts of a repeatable request."""
 MOST_CONNECTIONS = 16_384
-"""To one server: the kernel has a port of its own for each, of some 28,000."""
+"""Most connections to one server: each takes a port of the kernel's, of some 28,000."""
 
 M = TypeVar("M", bound=wire.WireMessage)
 
 
 def usual_connections(servers: int) -> int:
-    """Connections to each of some servers at a time: half of the files that this process may open, shared equally."""
+    """Default number of connections to each server: half of this process's open-file limit, shared equally."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
@@ -40,7 +40,7 @@ class ServerConnection:
     """The other end."""
 
     def __init__(self, url: str, key: str, connections: int) -> None:
-        """``url`` includes the version; at most ``connections`` requests go on at a time, and more wait."""
+        """``url`` includes the version; at most ``connections`` requests run concurrently, further ones wait."""
         self._url = url
         self._key = key
         self._connections = connections
@@ -57,7 +57,9 @@ class ServerConnection:
         timeout_s: float = CALL_TIMEOUT_S,
         attempts: int = 1,
     ) -> M:
-        """Ask the server and read its JSON. Raises what it refuses with, or :class:`~etude.errors.SandboxError`."""
+        """Send a request and parse the JSON answer. Raises the server's error,
+        or :class:`~etude.errors.SandboxError`.
+        """
         answer = await self.fetch(
             method, path, body, limit_bytes=wire.JSON_LIMIT_BYTES, timeout_s=timeout_s, attempts=attempts
         )
@@ -69,7 +71,7 @@ class ServerConnection:
     async def fetch(
         self, method: str, path: str, body: bytes, *, limit_bytes: int, timeout_s: float, attempts: int = 1
     ) -> bytes:
-        """Ask the server; returns the bytes of its answer, at most ``limit_bytes``. Raises as :meth:`ask` does."""
+        """Send a request; return the bytes of the answer, at most ``limit_bytes``. Raises like :meth:`ask`."""
         for attempt in range(1, attempts + 1):
             self._check_whole()
             try:
@@ -86,16 +88,16 @@ class ServerConnection:
         raise AssertionError("no attempt was made")
 
     async def cut(self, reason: str) -> None:
-        """Hang up, and fail every request from now on, those under way included, until :meth:`resume` is called."""
+        """Disconnect, and fail all requests, including those in progress, until :meth:`resume` is called."""
         self._fault = reason
         await self.close()
 
     def resume(self) -> None:
-        """Let requests through again."""
+        """Allow requests again."""
         self._fault = ""
 
     async def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         http, self._http = self._http, None
         if http is not None:
             await http.close()

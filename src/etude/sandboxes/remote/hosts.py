@@ -1,17 +1,17 @@
-"""Sandboxes on many machines: one provider over the servers of all of them.
+"""Sandboxes on many machines: one provider over all their servers.
 
     create ──▶ HostTable.choose ──▶ RemoteSandboxes of that host ──HTTPS──▶ `etude sandboxes serve`
                   ▲
     looks ────────┘  every host says every two seconds what room it has
 
-Each host has connections, leases and heartbeats of its own (:mod:`etude.sandboxes.remote.client`). A sandbox, its forks
-and what is made from its snapshots stay on one host. Owns who is looked at and when a host is given up; which host is
-chosen is :mod:`etude.sandboxes.remote.placement`'s.
+Each host has its own connections, leases and heartbeats (:mod:`etude.sandboxes.remote.client`). A sandbox, its forks
+and sandboxes from its snapshots stay on one host. Owns the polling of hosts and the decision to give up a host;
+:mod:`etude.sandboxes.remote.placement` chooses the host.
 
-States of a host: unheard ──a report──▶ open ──no answer──▶ silent ──``gone_s`` of it──▶ given up; a report opens it.
-A silent host gets no sandbox. When it is given up, or was started anew, its sandboxes are lost: calls under way and
-later ones are errors of the sandbox, so what was at work in them is tried again, elsewhere. Waits for room with a
-deadline. On close every sandbox is closed.
+States of a host: unheard ──a report──▶ open ──no answer──▶ silent ──``gone_s`` of it──▶ given up; a report opens it. A
+silent host gets no sandboxes. When it is given up or restarted, its sandboxes are lost: pending and later calls are
+errors of the sandbox, so their work is retried on another host. Waits for capacity with a deadline. On close every
+sandbox is closed.
 """
 
 import asyncio
@@ -31,31 +31,33 @@ from etude.sandboxes.remote.placement import HostReport, HostTable
 from etude.sandboxes.remote.principals import SNAPSHOT
 
 FIRST_LOOK_S = 60.0
-"""Time in which hosts may be heard of, or not answer, before the first sandbox is asked for. Some try at first what
-they are capable of; those that take longer come later.
+"""Time for hosts to answer before the first sandbox is placed. Some first measure their capabilities; slower hosts join
+later.
 """
 WAITS_PER_LOOK = 4
-"""Looks at the table of who waits for room, in the time of one look at a host."""
+"""Checks of the table by a request that waits for capacity, per polling interval."""
 MAX_BUSY = 16
-"""Hosts that had no place after all, before one sandbox is given up: other clients may always be faster."""
+"""Hosts that turn out to be full before one request fails: other clients may always be faster."""
 TRIES = 3
-"""Failures to make one sandbox, on different hosts where there are as many, before the error is the caller's."""
+"""Failures to make one sandbox, on different hosts if possible, before the caller gets the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimes:
-    """Times between looks at hosts, and deadlines of waiting for them."""
+    """Polling intervals of hosts, and deadlines of waiting for them."""
 
     look_s: float = 2.0
-    """Time between two looks at a host."""
+    """Interval between two polls of a host."""
     answer_s: float = 4.0
-    """For its answer."""
+    """Timeout of a poll."""
     gone_s: float = 10.0
-    """Silence after which a host's sandboxes are given up. One that was only cut off closes them by itself, when their
-    leases are over.
+    """Silence after which a host's sandboxes are given up. A host that was only disconnected closes them itself when
+    their leases end.
     """
     room_s: float = 60.0
-    """For room on a host, in all; what requests take does not count, of which a burst has many before one's own."""
+    """Total wait for capacity on a host; time spent in requests does not count, as a burst may queue many before this
+    one.
+    """
 
 
 USUAL_TIMES = HostTimes()
@@ -73,7 +75,7 @@ class SandboxHost(Protocol):
         ...
 
     async def report(self, timeout_s: float) -> HostReport:
-        """Its room. Raises :class:`~etude.errors.SandboxError` if there is no answer in time."""
+        """Its capacity. Raises :class:`~etude.errors.SandboxError` if there is no answer in time."""
         ...
 
     async def announce(self, spec: SandboxSpec, count: int) -> None:
@@ -81,7 +83,7 @@ class SandboxHost(Protocol):
         ...
 
     async def give_up(self, reason: str) -> None:
-        """Fail every sandbox and every call, with the reason, until :meth:`take_up`."""
+        """Fail all sandboxes and calls with the reason, until :meth:`take_up`."""
         ...
 
     def take_up(self) -> None:
@@ -89,7 +91,7 @@ class SandboxHost(Protocol):
         ...
 
     def has_snapshot(self, digest: str) -> bool:
-        """Say whether it keeps an image that one of its sandboxes was made into."""
+        """True if it stores an image as a snapshot of one of its sandboxes."""
         ...
 
     async def close(self) -> None:
@@ -110,10 +112,10 @@ class HostedSandboxes:
         times: HostTimes = USUAL_TIMES,
         connect: Callable[[str], SandboxHost] | None = None,
     ) -> None:
-        """``connections`` to each host at a time; 0: as many as this process has files for. ``connect`` makes the
-        client of a host, by its name; by default it speaks HTTP.
+        """``connections`` is the limit per host; 0: as many as the open-file limit allows. ``connect`` makes the client
+        of a host by name; the default uses HTTP.
 
-        Raises :class:`~etude.errors.ConfigError` for a URL that is none or comes twice, and without a key.
+        Raises :class:`~etude.errors.ConfigError` for an invalid or duplicate URL, and without a key.
         """
         names = [url.rstrip("/") for url in urls]
         try:
@@ -125,24 +127,24 @@ class HostedSandboxes:
         self._hosts = {name: connect(name) for name in names}
         self._times = times
         self._heard = {name: asyncio.Event() for name in names}
-        """Set when a host was looked at for the first time, whatever came of it."""
+        """Set after the first poll of a host, whatever its result."""
         self._config_errors: dict[str, ConfigError] = {}
-        """Hosts that do not know our key, or speak another version."""
+        """Hosts that reject the key, or use another version."""
         self._capabilities: dict[str, frozenset[Capability]] = {}
         self._looks: list[asyncio.Task[None]] = []
         self._agreed: frozenset[Capability] | None = None
         self._closed = False
 
     async def capabilities(self) -> frozenset[Capability]:
-        """The capabilities that all hosts had which answered at first. A host with less gets no sandboxes."""
+        """The common capabilities of all hosts that answered at first. A host with fewer gets no sandboxes."""
         return await self._open()
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> Sandbox:
-        """A fresh sandbox on the best host; on the one that keeps it, for an image that is a snapshot.
+        """A fresh sandbox on the best host; for a snapshot image, on the host that stores it.
 
-        Raises :class:`~etude.errors.SandboxesBusy` if no host has room in time, :class:`~etude.errors.SandboxError`
-        when several could not make it or the host of a snapshot is gone, :class:`~etude.errors.ConfigError` for an
-        image that no host has, and what a host's provider refuses.
+        Raises :class:`~etude.errors.SandboxesBusy` if no host has capacity in time, :class:`~etude.errors.SandboxError`
+        if several hosts failed or a snapshot's host is gone, :class:`~etude.errors.ConfigError` for an image that no
+        host has; also raises the errors of a host's provider.
         """
         await self._open()
         spec = spec or SandboxSpec()
@@ -154,16 +156,16 @@ class HostedSandboxes:
         return await self._place(files, spec)
 
     async def announce(self, spec: SandboxSpec, count: int) -> None:
-        """Say that ``count`` sandboxes of a specification will be asked for soon: hosts with a pool make them ready.
+        """Announce ``count`` sandboxes of a specification: hosts with a pool prepare them.
 
-        It is a hint: a host that does not hear it makes them when they are asked for.
+        This is a hint: a host that misses it makes them on request.
         """
         await self._open()
         shares = self._table.share(spec.image.digest, count, _now())
         await asyncio.gather(*(self._announce(name, spec, share) for name, share in shares.items()))
 
     def faults(self) -> Mapping[str, str]:
-        """The hosts that get no sandbox now, and why, by their URLs."""
+        """The hosts that currently get no sandboxes, by URL, with the reason."""
         return self._table.obstacles("", _now())
 
     async def close(self) -> None:
@@ -172,7 +174,7 @@ class HostedSandboxes:
         for look in self._looks:
             look.cancel()
         await asyncio.gather(*self._looks, return_exceptions=True)
-        for name in filter(self._table.is_silent, self._hosts):  # who would be waited for once more for each sandbox
+        for name in filter(self._table.is_silent, self._hosts):  # else each sandbox waits for a timeout
             await self._give_up(name, f"the sandbox provider is closed, and host {name} gave no answer")
         await asyncio.gather(*(host.close() for host in self._hosts.values()))
 
@@ -181,7 +183,7 @@ class HostedSandboxes:
             await self._hosts[name].announce(spec, count)
 
     async def _place(self, files: Mapping[str, str], spec: SandboxSpec) -> Sandbox:
-        """Have a sandbox made by the best host; if it fails, by the next best."""
+        """Make a sandbox on the best host; if it fails, on the next best."""
         image, tried, failures, busy, left_s = spec.image.digest, set[str](), 0, 0, self._times.room_s
         while True:
             asked_s = _now()
@@ -213,8 +215,8 @@ class HostedSandboxes:
                 return sandbox
 
     async def _choose(self, image: str, tried: set[str], deadline_s: float) -> str:
-        """The next host for a sandbox, once there is one; if there is no other, after a while one of those that were
-        tried. Raises :class:`~etude.errors.SandboxesBusy` at the deadline.
+        """The next host for a sandbox, once one has capacity; if all were tried, one of those again after a while.
+        Raises :class:`~etude.errors.SandboxesBusy` at the deadline.
         """
         while _now() <= deadline_s:
             if self._closed:
@@ -231,10 +233,10 @@ class HostedSandboxes:
         )
 
     async def _open(self) -> frozenset[Capability]:
-        """Begin to look at hosts, and wait for the first of their reports; returns what they all are capable of.
+        """Start to poll hosts, and wait for the first reports; return the common capabilities.
 
-        Raises :class:`~etude.errors.ConfigError` if one of them refuses us, :class:`~etude.errors.SandboxError` if none
-        answers.
+        Raises :class:`~etude.errors.ConfigError` if a host rejects the client, :class:`~etude.errors.SandboxError` if
+        none answers.
         """
         if self._closed:
             raise SandboxError("the sandbox provider is closed")
@@ -245,7 +247,7 @@ class HostedSandboxes:
             ]
         for look in self._looks:
             if look.done():
-                look.result()  # raises: without it nothing is known of that host
+                look.result()  # raises: without it this host is never polled
         if self._agreed is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_LOOK_S):
@@ -258,7 +260,7 @@ class HostedSandboxes:
         return self._agreed
 
     async def _look_at(self, name: str) -> None:
-        """Look at a host for ever; give it up when it is silent for too long, use it again when it is back."""
+        """Poll a host for ever; give it up when it is silent for too long, use it again when it answers."""
         heard_s = _now()
         while True:
             try:
@@ -274,7 +276,7 @@ class HostedSandboxes:
             await asyncio.sleep(self._times.look_s)
 
     async def _look(self, name: str) -> None:
-        """Ask a host for its room; one that is new, or was started anew, for its capabilities, too."""
+        """Poll a host's capacity; if it is new or restarted, its capabilities too."""
         host = self._hosts[name]
         report = await host.report(self._times.answer_s)
         if self._table.is_anew(name, report):

@@ -1,19 +1,20 @@
-"""The choice of a host for the next sandbox: a table of hosts as they say they are. Pure.
+"""The choice of a host for the next sandbox, from the hosts' own reports. Pure.
 
     reports, silences, refusals ──▶ HostTable ──▶ choose(image) ──▶ the name of a host, or none
 
-Two wishes are weighed. *Room*: the host with the most free memory. *Image locality*: a host that had sandboxes of an
-image has its files in memory, and maybe its template, so every image has an order of its own over all hosts (the
-highest random weight of Thaler and Ravishankar, 1998), and takes the first one in it that has at least ``LOCAL_SHARE``
-of the freest one's memory. Clients that never speak with each other follow the same order, and a host that comes or
-goes moves no image but its own.
+Two goals are balanced. *Capacity*: prefer the host with the most free memory. *Image locality*: a host that ran
+sandboxes of an image has its files in memory, and maybe its template. Every image therefore has its own order of all
+hosts (the highest random weight of Thaler and Ravishankar, 1998), and takes the first that has at least ``LOCAL_SHARE``
+of the freest host's memory. Independent clients use the same order, and a host that joins or leaves moves only its own
+images.
 
-A host is left out while it is silent, drains, is full, has failed often in a row, or cannot do what the others can.
-What was placed since a host's last report is taken off its room, so that a burst between two reports is spread. A
-choice reads an array of the room of all hosts and walks none of them: of 2,000 hosts it takes some microseconds.
+A host is excluded while it is silent, drains, is full, has failed several times in a row, or lacks a common capability.
+Sandboxes placed since a host's last report are deducted from its capacity, so that a burst between two reports is
+spread. A choice reads one array with the capacity of all hosts instead of iterating over them: with 2,000 hosts it
+takes some microseconds.
 
-Owns no connection and no clock: ``now`` is any clock's that does not go back. Who may have how much is decided by each
-host (:mod:`etude.sandboxes.remote.principals`).
+Owns no connection and no clock: ``now`` comes from any monotonic clock. Each host enforces its clients' quotas
+(:mod:`etude.sandboxes.remote.principals`).
 """
 
 import hashlib
@@ -30,17 +31,17 @@ from etude.backoff import Backoff
 from etude.sandbox_spec import Capability
 
 LOCAL_SHARE = 0.5
-"""Share of the freest host's memory for which an image's own host is preferred."""
+"""Share of the freest host's memory above which an image's own host is preferred."""
 SANDBOX_BYTES = 64 << 20
-"""Memory that a sandbox is expected to take, until a report says better."""
+"""Expected memory of a sandbox, until a report gives a better value."""
 FAILURES = 3
-"""Sandboxes in a row that a host could not make, before it is left out for a while: its disk may be full, and a host
-that fails at once has the most memory free.
+"""Consecutive failures before a host is excluded for a while: its disk may be full, and a host that fails at once has
+the most free memory.
 """
 REST = Backoff(first_s=1.0, longest_s=60.0)
-"""Times for which it is then left out."""
+"""Durations of this exclusion."""
 NO_IMAGE_S = 60.0
-"""Time after which a host that did not know an image may be asked again: it may have been added there."""
+"""Time after which a host without an image may be tried again: the image may have been added."""
 GOLDEN, ONE = np.uint32(0x9E3779B1), np.uint32(1)
 """The golden ratio as a share of 2^32, a prime; the lowest weight."""
 IMAGES = 4096
@@ -49,40 +50,40 @@ IMAGES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """A host's own account of its room."""
+    """A host's report of its capacity."""
 
     incarnation: str
-    """Its process: another one knows none of the sandboxes and snapshots of the last."""
+    """Id of its server process: a new process has none of the earlier sandboxes and snapshots."""
     free_bytes: int
-    """Memory that new sandboxes may take: none while the machine is short of it."""
+    """Memory available to new sandboxes: 0 while the machine is short of it."""
     places: int
-    """Sandboxes that whoever asks may still make."""
+    """Sandboxes that the requesting client may still make."""
     sandboxes: int
-    """Sandboxes that are open, of all clients."""
+    """Open sandboxes of all clients."""
     is_draining: bool
-    """It takes no new sandboxes, and ends with its last one."""
+    """True if it accepts no new sandboxes, and stops after its last one."""
 
 
 @dataclass(slots=True)
 class _Host:
     name: str
     report: HostReport | None = None
-    """The last one; none while it is silent."""
+    """The last report; ``None`` while it is silent."""
     incarnation: str = ""
     fault: str = "it was not heard of yet"
-    """Reason for which there is no report."""
+    """Reason why there is no report."""
     placed: int = 0
-    """Sandboxes since the report."""
+    """Sandboxes placed since the report."""
     is_full: bool = False
-    """It refused one since the report."""
+    """True if it refused one since the report."""
     failures: int = 0
-    """Sandboxes in a row that it could not make."""
+    """Consecutive sandboxes that it failed to make."""
     rests_until: float = 0.0
     lacks: str = ""
-    """Capabilities that were promised and are not its own."""
+    """Common capabilities that it lacks."""
 
     def obstacle(self, now: float) -> str:
-        """Reason for which it gets no sandbox now, of whatever image; empty if it may."""
+        """Reason why it gets no sandboxes now, of any image; empty if it may."""
         if self.report is None:
             return self.fault
         if self.report.is_draining:
@@ -97,15 +98,15 @@ class _Host:
 
     @property
     def free_bytes(self) -> int:
-        """Memory, less what was placed since the report."""
+        """Free memory, minus that of sandboxes placed since the report."""
         return self.report.free_bytes - self.placed * SANDBOX_BYTES if self.report else 0
 
 
 class HostTable:
-    """All hosts that were configured, and how they stand."""
+    """All configured hosts, with their state."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Raises ``ValueError`` unless there is at least one name, and none twice."""
+        """Raises ``ValueError`` if there is no name, or a duplicate."""
         if not names or len(set(names)) < len(names):
             raise ValueError(f"hosts {list(names)}: expected at least one, and none of them twice")
         self._names = tuple(sorted(names))
@@ -120,11 +121,11 @@ class HostTable:
         self._agreed: frozenset[Capability] | None = None
 
     def is_anew(self, name: str, report: HostReport) -> bool:
-        """Say whether a report is of another process than before: all that was made on that host is gone."""
+        """True if a report comes from a new process: everything made on that host earlier is gone."""
         return self._hosts[name].incarnation not in ("", report.incarnation)
 
     def heard(self, name: str, report: HostReport, now: float) -> None:
-        """Note a report."""
+        """Record a report."""
         host = self._hosts[name]
         if self.is_anew(name, report):
             for missing in self._without.values():
@@ -135,22 +136,24 @@ class HostTable:
         self._count(host, now)
 
     def silent(self, name: str, fault: str) -> None:
-        """Leave a host out until it is heard of again."""
+        """Exclude a host until its next report."""
         host = self._hosts[name]
         host.report, host.fault = None, fault
         self._leave_out(name)
 
     def refused(self, name: str) -> None:
-        """It has no place for one more: leave it out until its next report."""
+        """Record that a host is full: exclude it until its next report."""
         self._hosts[name].is_full = True
         self._leave_out(name)
 
     def has_no_image(self, name: str, image: str, now: float) -> None:
-        """It does not know an image: leave it out for that one, for a while."""
+        """Record that a host lacks an image: exclude it for that image, for a while."""
         self._without.setdefault(image, {})[name] = now + NO_IMAGE_S
 
     def failed(self, name: str, now: float) -> None:
-        """It could not make a sandbox. Of those that fail together, as when it falls silent, the rest tell nothing."""
+        """Record a failure to make a sandbox. Of simultaneous failures, as when it falls silent, only the
+        first counts.
+        """
         host = self._hosts[name]
         if host.report is None or now < host.rests_until:
             return
@@ -161,12 +164,12 @@ class HostTable:
             self._leave_out(name)
 
     def made(self, name: str) -> None:
-        """It made one."""
+        """Record that it made a sandbox."""
         self._hosts[name].failures = 0
 
     def agree(self, capabilities: Mapping[str, frozenset[Capability]], now: float) -> frozenset[Capability]:
-        """The capabilities that all of some hosts have; from the second call on, those of the first: a host that has
-        less is left out, since what was promised is relied on.
+        """The common capabilities of some hosts; later calls return those of the first: a host that has fewer is
+        excluded, since callers rely on them.
         """
         if self._agreed is None:
             self._agreed = frozenset.intersection(*capabilities.values())
@@ -176,11 +179,11 @@ class HostTable:
         return self._agreed
 
     def is_silent(self, name: str) -> bool:
-        """Say whether a host gave no answer when it was last looked at."""
+        """True if a host did not answer the last poll."""
         return self._hosts[name].report is None
 
     def is_nowhere(self, image: str, now: float) -> bool:
-        """Say whether every host, be it silent or not, was asked for an image lately and did not know it."""
+        """True if every host, silent or not, recently reported that it lacks an image."""
         return len(self._missing(image, now)) == len(self._hosts)
 
     def choose(self, image: str, now: float, *, without: Collection[str] = ()) -> str | None:
@@ -206,8 +209,8 @@ class HostTable:
         return chosen.name
 
     def share(self, image: str, count: int, now: float) -> Mapping[str, int]:
-        """The hosts on which ``count`` sandboxes of an image would be placed now, and how many on each; fewer where
-        there is no room. Nothing is placed yet.
+        """The hosts on which ``count`` sandboxes of an image would be placed now, with the number on each; fewer if
+        capacity is short. Places nothing.
         """
         shares = Counter(self._choices(image, count, now))
         for name, placed in shares.items():
@@ -223,7 +226,7 @@ class HostTable:
             yield name
 
     def obstacles(self, image: str, now: float) -> Mapping[str, str]:
-        """The hosts that get no sandbox of an image now, and why."""
+        """The hosts that get no sandboxes of an image now, with the reasons."""
         obstacles = {name: host.obstacle(now) for name, host in self._hosts.items()}
         obstacles |= {name: obstacles[name] or "it does not have the image" for name in self._missing(image, now)}
         return {name: obstacle for name, obstacle in obstacles.items() if obstacle}
@@ -233,7 +236,7 @@ class HostTable:
         return "; ".join(f"{name}: {obstacle}" for name, obstacle in self.obstacles(image, now).items())
 
     def _count(self, host: _Host, now: float) -> None:
-        """Take down the room of a host of which something has changed."""
+        """Update the capacity of a host that has changed."""
         self._free_bytes[self._places[host.name]] = 0 if host.obstacle(now) else host.free_bytes
 
     def _leave_out(self, name: str) -> None:
@@ -262,15 +265,15 @@ class HostTable:
 
 
 def host_hashes(names: Sequence[str]) -> NDArray[np.uint32]:
-    """A random number for each host, always the same."""
+    """A pseudo-random number for each host, always the same."""
     return np.array([_hash(name) for name in names], np.uint32)
 
 
 def image_weights(image: str, hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """The weights of hosts for an image, random and above 0: the host with the highest is the first in its order.
 
-    The mixing is Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): what is compared most are the high
-    bits, into which a product carries all lower ones. Of hosts with the same weight the first by name counts.
+    The mixing is Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): comparisons mostly depend on the
+    high bits, into which a product carries all lower ones. Of hosts with the same weight the first by name wins.
     """
     weights = hashes ^ np.uint32(_hash(image))
     weights *= GOLDEN

@@ -2,8 +2,8 @@
 
     FILE: what holds for all, and a table [clients.NAME] each ──▶ Client: digest of a key, permissions, quota
 
-What a client may name of the server's machine and network, and how much it may have, is never the client's word: who
-has no permissions has no network, no folders and the usual limits. Does no more I/O than reading the file.
+The operator, never the client, decides which parts of the server's machine and network a client may use, and how much:
+a client without permissions has no network, no folders and the default limits. The only I/O is reading the file.
 """
 
 import json
@@ -23,13 +23,13 @@ from etude.sandbox_spec import WORKDIR, Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.remote.placement import SANDBOX_BYTES
 
 SANDBOXES = 256
-"""Sandboxes of one key at a time on a small machine, unless its operator says otherwise."""
+"""Concurrent sandboxes of one key on a small machine; the default."""
 EACH = SandboxLimits(memory_bytes=8 << 30, disk_bytes=8 << 30, processes=4096, cpus=4.0)
-"""The most of one sandbox, likewise: what builds and databases take."""
+"""Largest limits of one sandbox; the default: enough for builds and databases."""
 
 
 def limits_of_many(sandboxes: int) -> SandboxLimits:
-    """The limits of some usual sandboxes together."""
+    """The total limits of a number of default sandboxes."""
     usual = SandboxLimits()
     return SandboxLimits(**{limit.name: sandboxes * getattr(usual, limit.name) for limit in fields(SandboxLimits)})
 
@@ -39,7 +39,7 @@ def _amounts(limits: SandboxLimits) -> list[tuple[str, float]]:
 
 
 TOTAL = limits_of_many(SANDBOXES)
-"""The most of all sandboxes of a key, likewise: as many as it may have, if they are usual ones."""
+"""Largest total limits of a key's sandboxes; the default: its maximum number with default limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class Quota:
 
     sandboxes: int = SANDBOXES
     each: SandboxLimits = EACH
-    """The highest limits that one sandbox may be made with."""
+    """Largest limits of one sandbox."""
     total: SandboxLimits = TOTAL
-    """The highest sum of the limits of all."""
+    """Largest sum of the limits of all sandboxes."""
 
     def __post_init__(self) -> None:
         if self.sandboxes < 1:
@@ -70,8 +70,8 @@ class Quota:
 
 
 def usual_quota(memory_bytes: float) -> Quota:
-    """The quota of a key whose operator says nothing, on a machine with so much memory for sandboxes: of agents at work
-    most rest, and a few build.
+    """The default quota of a key on a machine with this much memory for sandboxes: most agents at work are idle, and a
+    few build.
     """
     sandboxes = max(SANDBOXES, int(memory_bytes) // SANDBOX_BYTES)
     return Quota(sandboxes=sandboxes, total=limits_of_many(sandboxes))
@@ -91,25 +91,25 @@ class RegisteredSandbox:
 @dataclass(slots=True)
 class _Terms:
     ends: float
-    """When the lease is over, in monotonic seconds."""
+    """End of its lease, in monotonic seconds."""
     dies: float
-    """When its time to live is."""
+    """End of its time to live."""
     limits: SandboxLimits
     requests: int = 0
-    """Under way."""
+    """Requests in progress."""
 
 
 class SandboxRegistry:
     """All sandboxes that a server's clients hold."""
 
     def __init__(self, *, lease_s: float, quotas: Mapping[str, Quota], most: int | None = None) -> None:
-        """``quotas`` by holder; ``most`` bounds the sandboxes of all holders together."""
+        """``quotas`` by holder; ``most`` limits the sandboxes of all holders together."""
         self.lease_s = lease_s
         self._quotas = quotas
         self._most = most
         self._terms: dict[RegisteredSandbox, _Terms] = {}
         self._counts: dict[str, Counter[SandboxLimits]] = {holder: Counter() for holder in quotas}
-        """Sandboxes of each holder, by their limits: a few kinds, however many there are."""
+        """Sandboxes of each holder, counted by their limits: only a few distinct ones."""
 
     def __len__(self) -> int:
         """The number of sandboxes."""
@@ -120,10 +120,10 @@ class SandboxRegistry:
         return registered in self._terms
 
     def take(self, needed: Sequence[RegisteredSandbox], limits: SandboxLimits, ttl_s: float, now: float) -> None:
-        """Hold new ones, all or none.
+        """Register new sandboxes, all or none.
 
-        Raises ``ValueError`` for one that is held already, :class:`~etude.errors.SandboxesBusy` beyond the quota of
-        their holder, or beyond what all may have.
+        Raises ``ValueError`` if one is already registered, :class:`~etude.errors.SandboxesBusy` beyond the quota of
+        their holder or the total limit.
         """
         clients_by_digest = [registered.name for registered in needed if registered in self._terms]
         if clients_by_digest:
@@ -135,12 +135,12 @@ class SandboxRegistry:
             self._counts[registered.holder][limits] += 1
 
     def places(self, holder: str) -> int:
-        """The number of sandboxes that a holder may still make, if they are small enough."""
+        """The number of sandboxes that a holder may still make, if their limits fit."""
         own = self._quotas[holder].sandboxes - self._counts[holder].total()
         return own if self._most is None else max(0, min(own, self._most - len(self)))
 
     def limits(self, registered: RegisteredSandbox) -> SandboxLimits:
-        """The limits that a sandbox was made with. ``KeyError`` if it is not held."""
+        """The limits of a sandbox. ``KeyError`` if it is not registered."""
         return self._terms[registered].limits
 
     def _check_room(self, holder: str, count: int, limits: SandboxLimits) -> None:
@@ -163,7 +163,7 @@ class SandboxRegistry:
                 )
 
     def begin(self, registered: RegisteredSandbox, now: float) -> bool:
-        """A request on it begins; false, and nothing happens, if it is not held."""
+        """Begin a request on a sandbox; return false, without effect, if it is not registered."""
         terms = self._terms.get(registered)
         if terms is None:
             return False
@@ -172,14 +172,14 @@ class SandboxRegistry:
         return True
 
     def end(self, registered: RegisteredSandbox, now: float) -> None:
-        """A request on it is over; the sandbox may be, too."""
+        """End a request on a sandbox, which may have been removed meanwhile."""
         terms = self._terms.get(registered)
         if terms is not None:
             terms.requests -= 1
             terms.ends = now + self.lease_s
 
     def renew(self, needed: Iterable[RegisteredSandbox], now: float) -> list[RegisteredSandbox]:
-        """Begin the leases of some anew; returns those that are not held."""
+        """Renew the leases of some sandboxes; return those that are not registered."""
         lost = []
         for registered in needed:
             terms = self._terms.get(registered)
@@ -190,7 +190,7 @@ class SandboxRegistry:
         return lost
 
     def drop(self, registered: RegisteredSandbox) -> None:
-        """It is closed, or will be; dropping it again does nothing."""
+        """Remove a sandbox that is closed or being closed; doing so again has no effect."""
         terms = self._terms.pop(registered, None)
         if terms is not None:
             counts = self._counts[registered.holder]
@@ -199,7 +199,7 @@ class SandboxRegistry:
                 del counts[terms.limits]
 
     def due(self, now: float) -> list[RegisteredSandbox]:
-        """The sandboxes whose time is over, or whose lease is while no request is in progress."""
+        """The sandboxes whose time to live is over, or whose lease is over with no request in progress."""
         return [
             registered
             for registered, terms in self._terms.items()
@@ -208,29 +208,29 @@ class SandboxRegistry:
 
 
 SNAPSHOT = "snapshot-"
-"""Begins the digest of a snapshot that a server keeps; no other image's does."""
+"""Prefix of the digest of a snapshot on a server; no other image has it."""
 TABLE = "clients"
-"""The key of the file below which each client has a table; what is beside it holds for all."""
+"""The key in the file with one table per client; keys next to it apply to all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permissions:
-    """Images, paths and places that a client may name: none, unless its operator allows them."""
+    """Images, paths and places that a client may name: none, unless the operator allows them."""
 
     allow: Container[str] = ()
-    """Places ``host:port`` that its sandboxes may reach, each exactly as it is asked for."""
+    """Places ``host:port`` that its sandboxes may reach; a request must match one exactly."""
     folders: Sequence[Path] = ()
-    """Folders below which a layer or a mount may be: clients see all that is in there."""
+    """Folders that may contain layers and mounts: clients see all their content."""
     images: Callable[[str], Image] | None = None
     """Finds a stored image by its digest or name, or raises :class:`~etude.errors.ConfigError`."""
 
     def resolve(self, spec: SandboxSpec, snapshots: Mapping[str, Image]) -> SandboxSpec:
-        """The specification with its image found.
+        """The specification with its image resolved.
 
         Raises :class:`~etude.errors.Unsupported` for places and paths that are not allowed.
 
-        An image is found by its digest, so that a client may name one that is stored on both machines; what the
-        specification says of variables, working folder, entry point and checks comes before what is stored.
+        An image is found by its digest, so a client may name one that is stored on both machines. The specification's
+        variables, working folder, entry point and checks override the stored ones.
         """
         for place in spec.allow:
             if place not in self.allow:
@@ -284,7 +284,7 @@ class SandboxClient:
     permissions: Permissions = Permissions()
     quota: Quota = USUAL_QUOTA
     is_operator: bool = False
-    """May drain the server."""
+    """True if it may drain the server."""
 
 
 class Caps(Section):
@@ -296,7 +296,7 @@ class Caps(Section):
     cpus: float | None = None
 
     def over(self, usual: SandboxLimits) -> SandboxLimits:
-        """The usual caps but for those that are named. ``ValueError`` for one that cannot be kept."""
+        """The default caps, overridden by the named ones. ``ValueError`` for a cap that cannot be enforced."""
         return replace(usual, **self.model_dump(exclude_none=True))
 
 
@@ -324,7 +324,7 @@ class ClientSection(Section):
         return SandboxSpec(allow=allow).allow
 
     def client(self, images: Callable[[str], Image] | None, usual: Quota) -> SandboxClient:
-        """Make a noun of it. ``ValueError`` for caps that contradict each other."""
+        """The client for this section. ``ValueError`` for contradictory caps."""
         sandboxes = self.sandboxes or usual.sandboxes
         total = limits_of_many(max(sandboxes, SANDBOXES))
         return SandboxClient(
@@ -338,8 +338,8 @@ class ClientSection(Section):
 def read_clients(
     file: Path, images: Callable[[str], Image] | None, usual: Quota = USUAL_QUOTA
 ) -> dict[str, SandboxClient]:
-    """The clients of a TOML file, by name; ``images`` finds a stored image for any of them, and ``usual`` is the quota
-    of those of whom the file says none.
+    """The clients of a TOML file, by name; ``images`` finds a stored image for any of them, and ``usual`` is the
+    default quota.
 
     Raises :class:`~etude.errors.ConfigError` with the file, the client, the key and the value.
     """
@@ -372,7 +372,7 @@ def parse_client(
 
 
 def _explain(fault: ErrorDetails) -> str:
-    """The key, its value and what is wrong with it; errors of ours say all of that themselves."""
+    """The key, its value and the error; étude's own errors contain all of that already."""
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     return f"{'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}"

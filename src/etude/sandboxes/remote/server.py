@@ -1,16 +1,16 @@
-"""The reference server of remote sandboxes: any provider of this machine, for clients with a key.
+"""The reference server of remote sandboxes: offers any provider of this machine to clients with a key.
 
     client ──HTTP──▶ this server ──▶ provider ──▶ sandboxes, in the network they are meant for
 
-Owns sizes and how much goes on at a time. What a client may ask for is its operator's word, and nothing outlives a lost
-one, because of leases (both :mod:`etude.sandboxes.remote.principals`). What is said:
-:mod:`etude.sandboxes.remote.wire`. Listening and encryption are its caller's, whose runner must cancel the handlers of
-clients that hang up (``AppRunner(…, handler_cancellation=True)``): that is how a command is given up.
+Owns sizes and concurrency limits. The operator defines each client's permissions, and leases ensure that nothing
+outlives a lost client (both :mod:`etude.sandboxes.remote.principals`). Messages: :mod:`etude.sandboxes.remote.wire`.
+The caller provides listening and encryption; its runner must cancel the handlers of disconnected clients
+(``AppRunner(…, handler_cancellation=True)``), which is how a client cancels a command.
 
 States: new ──start-up of the app──▶ open ──an operator──▶ draining ──clean-up──▶ closed. Consumes requests; waits for
-the provider, which keeps the deadlines of its commands, and for bodies with a deadline; a sandbox is made in a task of
-its own, which a client that asks again finds. While it is drained it takes no new sandbox, forks included, and serves
-those it has. On clean-up every sandbox is closed.
+the provider, which enforces the deadlines of commands, and for bodies with a deadline. A sandbox is made in its own
+task, which a repeated request finds. While it drains it accepts no new sandboxes or forks, and serves the existing
+ones. On clean-up every sandbox is closed.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ from etude.sandboxes.warm_pool import GAUGE, SandboxPool
 
 PREFIX = f"/v{wire.VERSION}"
 REQUESTS_EACH = 2
-"""Requests under way at a time for each sandbox that clients may have."""
+"""Concurrent requests per sandbox that clients may have."""
 DRAIN_LOOK_S = 0.1
-"""Time between two looks at whether the last sandbox is gone."""
+"""Interval between checks whether the last sandbox has ended."""
 SWEEPS_PER_LEASE = 8
-"""Time between two looks at leases."""
+"""Checks of leases during one lease."""
 BODY_TIMEOUT_S = 300.0
-"""For a client to send all of a request."""
+"""Timeout for a client to send a whole request."""
 TAR = "application/x-tar"
 Answer: TypeAlias = wire.WireMessage | bytes
 """JSON, or a tar."""
@@ -50,30 +50,30 @@ Answer: TypeAlias = wire.WireMessage | bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Limits that hold for all clients."""
+    """Limits for all clients together or each of them."""
 
     snapshots: int = 64
-    """Kept of each key, as long as the server runs."""
+    """Snapshots stored per key, as long as the server runs."""
     requests: int | None = None
-    """Under way at a time, of all keys; one more gets an error to retry. Two for each sandbox that clients may have,
-    unless it is said. Renewals of leases, reports and removals are always let in.
+    """Concurrent requests of all keys; further ones get an error that calls for a retry. Default: two for each sandbox
+    that clients may have. Renewals of leases, reports and removals are always admitted.
     """
     sandboxes: int | None = None
-    """Open at a time, of all keys; none: each key's quota alone counts."""
+    """Open sandboxes of all keys; ``None``: only each key's quota applies."""
     reserve_bytes: int = 512 << 20
-    """Memory of the machine that new sandboxes are never promised."""
+    """Memory of the machine that is never offered to new sandboxes."""
     stalled: float = 0.1
-    """Share of time in which something waits for memory (PSI, "some") from which none is free."""
+    """Share of time in which some task waits for memory (PSI, "some") above which no memory is offered."""
     lease_s: float = 60.0
     """Time after which a sandbox without requests is closed."""
     ttl_s: float = 24 * 3600.0
-    """The longest that a sandbox may live."""
+    """Longest time to live of a sandbox."""
     tar_bytes: int = 256 << 20
     """Most bytes of one export or load."""
 
 
 class SandboxServer:
-    """Answers the clients of one provider, which stays the caller's to close."""
+    """Serves the clients of one provider, which the caller closes."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class SandboxServer:
         limits: ServerLimits | None = None,
         memory: Callable[[], MachineMemory] = GAUGE.read,
     ) -> None:
-        """``clients`` by their names; ``memory`` reads what the machine has left.
+        """``clients`` by name; ``memory`` reads the machine's free memory.
 
         Raises :class:`~etude.errors.ConfigError` without any client.
         """
@@ -106,11 +106,11 @@ class SandboxServer:
         self._under_way = 0
 
     def __len__(self) -> int:
-        """Sandboxes that are open, or being made."""
+        """Sandboxes that are open or being made."""
         return len(self._sandboxes)
 
     def app(self) -> web.Application:
-        """The routes; leases are watched for as long as it runs, and then every sandbox is closed."""
+        """The routes; leases are enforced while the app runs, and at its end every sandbox is closed."""
         app = web.Application(client_max_size=max(self._limits.tar_bytes + wire.TAR_SLACK_BYTES, wire.JSON_LIMIT_BYTES))
         place = f"{PREFIX}/sandboxes/{{name:[0-9a-f]{{32}}}}"
         app.router.add_get(f"{PREFIX}/capabilities", self._route(self._capabilities))
@@ -130,15 +130,15 @@ class SandboxServer:
         return app
 
     async def drained(self) -> None:
-        """Wait until an operator has the server drained, and its last sandbox is gone."""
+        """Wait until an operator has drained the server and its last sandbox has ended."""
         while not self._draining or self._sandboxes or self._closing:
             await asyncio.sleep(DRAIN_LOOK_S)
 
     def _route(
         self, handle: "Callable[[RegisteredSandbox, bytes], Awaitable[Answer]]", *, is_urgent: bool = False
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Let those in who have a key, read what they send, and tell them what went wrong; what is urgent is let in
-        however many requests are under way.
+        """Authenticate a request, parse its body, and report errors to the client; urgent requests are admitted
+        regardless of the number in progress.
         """
 
         async def answer(request: web.Request) -> web.Response:
@@ -191,7 +191,7 @@ class SandboxServer:
         return await self._report(registered, body)
 
     def _resolve(self, registered: RegisteredSandbox, requested: SandboxSpec) -> SandboxSpec:
-        """A specification as this client may have it. Raises what the client is told otherwise."""
+        """A specification within this client's permissions. Raises the error for the client otherwise."""
         client = self._clients[registered.holder]
         spec = client.permissions.resolve(requested, self._snapshots[registered.holder])
         client.quota.check(spec.limits, registered.holder)
@@ -229,7 +229,7 @@ class SandboxServer:
         return use
 
     async def _with(self, registered: RegisteredSandbox, act: "Callable[[Sandbox], Awaitable[Answer]]") -> Answer:
-        """Do something with a sandbox that is held, and meanwhile keep it."""
+        """Call ``act`` with a registered sandbox, which is kept meanwhile."""
         if not self._registry.begin(registered, time.monotonic()):
             raise SandboxError(f"sandbox {registered.name} is closed, or its lease or time to live is over")
         try:
@@ -280,8 +280,8 @@ class SandboxServer:
         ttl_s: float,
         make: "Callable[[], Coroutine[None, None, Sequence[Sandbox]]]",
     ) -> None:
-        """Hold new sandboxes, which are made whether their client waits for it or not; ``make`` is called if they may
-        be held.
+        """Register new sandboxes, which are made whether their client waits or not; ``make`` is called if they are
+        admitted.
         """
         if self._draining:
             raise SandboxesBusy("this server is being drained, and takes no new sandboxes: use another one")
@@ -292,9 +292,9 @@ class SandboxServer:
             self._ttls_s[registered] = ttl_s
 
     async def _made(self, helds: Sequence[RegisteredSandbox]) -> Sequence[Sandbox]:
-        """Sandboxes that were asked for together, once they are made; if one could not be, none is held any more.
+        """Sandboxes that were requested together, once they are made; if one fails, all are unregistered.
 
-        Who waits for them keeps them meanwhile: making one may take longer than a lease.
+        A waiting request keeps them meanwhile: making one may take longer than a lease.
         """
         makings = {registered: self._sandboxes[registered] for registered in helds}
         for registered in helds:
@@ -304,7 +304,7 @@ class SandboxServer:
         except (EtudeError, ValueError):
             for registered, _ in (
                 makings.items() & self._sandboxes.items()
-            ):  # one may have been made anew for who asked again
+            ):  # a repeated request may have made a new one
                 self._close(registered)
             raise
         finally:
@@ -312,7 +312,7 @@ class SandboxServer:
                 self._registry.end(registered, time.monotonic())
 
     def _close(self, registered: RegisteredSandbox) -> "asyncio.Task[None]":
-        """Hold a sandbox no more, and close it as soon as it is made; whether it is held or not."""
+        """Unregister a sandbox, registered or not, and close it once it is made."""
         self._registry.drop(registered)
         self._ttls_s.pop(registered, None)
         closing = asyncio.create_task(_end(self._sandboxes.pop(registered, None)))
@@ -356,11 +356,11 @@ def _metrics_of(
 
 
 class _Stranger(Exception):
-    """A request has no key that is known."""
+    """A request without a valid key."""
 
 
 def _client(request: web.Request, names: Mapping[str, str]) -> str:
-    """The client whose key it is; only digests are compared, so how long that takes tells nothing of a key."""
+    """The client with this key; only digests are compared, so timing reveals nothing about keys."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     client = names.get(hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest())
     if scheme.lower() != "bearer" or client is None:
@@ -406,7 +406,7 @@ async def _one(batch: "asyncio.Task[Sequence[Sandbox]]", index: int) -> Sandbox:
 
 
 async def _end(making: "asyncio.Task[Sandbox] | None") -> None:
-    """Close a sandbox, however far it is; one that could not be made, or not be closed, is its provider's to sweep."""
+    """Close a sandbox in any state; if making or closing fails, its provider cleans up."""
     if making is not None:
         await asyncio.wait({making})
         if not making.cancelled() and making.exception() is None:
@@ -414,7 +414,7 @@ async def _end(making: "asyncio.Task[Sandbox] | None") -> None:
 
 
 async def _body(request: web.Request) -> bytes:
-    """All that was sent. ``ValueError`` if that is too much, :class:`~etude.errors.SandboxError` if it is too slow."""
+    """The whole body. ``ValueError`` if it is too large, :class:`~etude.errors.SandboxError` if it is too slow."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             body = await request.read()

@@ -14,19 +14,19 @@
     DELETE /v2/sandboxes/NAME                          → Done         also when there is none
     POST   /v2/leases                     SandboxNames → SandboxNames renews them; the answer has the lost ones
 
-and, where one of several hosts is chosen (:mod:`etude.sandboxes.remote.hosts`):
+and, for the choice of a host (:mod:`etude.sandboxes.remote.hosts`):
 
     GET    /v2/host                                    → HostReply    its room, and whether it is being drained
     POST   /v2/announce                   BurstRequest → Done         sandboxes needed soon, which a pool makes ready
     POST   /v2/drain                                   → HostReply    an operator's: takes no new sandboxes from now on
 
-Every request has ``Authorization: Bearer KEY``. A sandbox's NAME is the client's choice, 32 hexadecimal digits, so that
-a request whose answer was lost can be sent again; names of one key say nothing to another. A sandbox without requests
-anything for ``lease_s`` is closed. A request that is given up ends its command.
+Every request has ``Authorization: Bearer KEY``. The client chooses a sandbox's NAME, 32 hexadecimal digits, so that a
+request whose answer was lost can be repeated; names belong to one key. A sandbox without requests for ``lease_s`` is
+closed. Cancelling a request ends its command.
 
-An answer other than 200 holds a :class:`ErrorReply`, whose kind becomes the client's exception. Unknown fields and
-unknown kinds of values are refused at both ends: a word that one side does not know may be what the other relies on.
-What changes the meaning of this gets a new number in the path.
+An answer other than 200 holds an :class:`ErrorReply`, whose kind becomes the client's exception. Both ends reject
+unknown fields and unknown kinds of values: the other end may rely on them. A change of meaning gets a new version
+number in the path.
 """
 
 import math
@@ -44,15 +44,15 @@ from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
 from etude.sandboxes.remote.placement import HostReport
 
 VERSION = 2
-"""In every path."""
+"""Version number in every path."""
 JSON_LIMIT_BYTES = 96 << 20
-"""Most bytes of a body that is no tar: an input of many megabytes fits, written as JSON."""
+"""Largest body other than a tar: an input of many megabytes fits, encoded as JSON."""
 TAR_SLACK_BYTES = 1 << 20
-"""Bytes beyond its limit at which a tar's reader hangs up."""
+"""Bytes beyond its limit at which a tar's reader disconnects."""
 MAX_FORKS = 64
-"""Requested at once."""
+"""Most forks in one request."""
 MAX_NAMES = 10_000
-"""Most leases in one request; who has more sends several."""
+"""Most leases in one request; a client with more sends several."""
 MAX_BURST = 1 << 20
 """Most sandboxes that can be announced."""
 
@@ -76,7 +76,7 @@ class CapabilitiesReply(WireMessage):
 
     version: int
     capabilities: list[str]
-    """Capabilities of the server; a client ignores those that it does not know."""
+    """Capabilities of the server; a client ignores unknown ones."""
 
 
 class CreateRequest(WireMessage):
@@ -108,7 +108,7 @@ class ExecReply(WireMessage):
 
 
 class ImageReply(WireMessage):
-    """A snapshot, which the server keeps and finds by its digest."""
+    """A snapshot, which the server stores under its digest."""
 
     image: Image
 
@@ -140,7 +140,7 @@ class SandboxNames(WireMessage):
 
 
 class HostReply(WireMessage):
-    """The room of a host, for the client that asks."""
+    """The capacity of a host, for the requesting client."""
 
     report: HostReport
 
@@ -162,12 +162,12 @@ class Use(WireMessage):
     age_s: float | None
 
     def stats(self) -> SandboxStats:
-        """The noun of this message."""
+        """The statistics in this message."""
         return SandboxStats(**{name: math.nan if value is None else value for name, value in self.model_dump().items()})
 
     @classmethod
     def of(cls, stats: SandboxStats) -> "Use":
-        """The message of a noun."""
+        """The message for some statistics."""
         return cls(
             **{
                 name: None if math.isnan(value := getattr(stats, name)) else float(value)
@@ -200,7 +200,7 @@ class ErrorReply(WireMessage):
 
     @classmethod
     def of(cls, error: Exception) -> "ErrorReply":
-        """The message of an exception, of the most exact kind there is."""
+        """The message for an exception, of the most specific kind."""
         fault = next(
             (fault for fault, meaning in ERRORS.items() if isinstance(error, meaning.exception)), ErrorKind.SANDBOX
         )
@@ -208,7 +208,7 @@ class ErrorReply(WireMessage):
 
     @property
     def status(self) -> int:
-        """Status of the HTTP answer, for people and proxies; clients go by the fault."""
+        """Status of the HTTP answer, for people and proxies; clients use the kind."""
         return ERRORS[self.fault].status
 
 
@@ -230,7 +230,7 @@ ERRORS: Mapping[ErrorKind, ErrorMeaning] = MappingProxyType(
         ErrorKind.KEY: ErrorMeaning(ConfigError, 401),
     }
 )
-"""Narrow kinds before wide ones."""
+"""Specific kinds before general ones."""
 
 
 def read_message(kind: type[M], body: bytes) -> M:
@@ -245,11 +245,11 @@ def read_message(kind: type[M], body: bytes) -> M:
 
 
 def write_message(message: WireMessage) -> bytes:
-    """Encode a message. Raises ``ValueError`` for text that is no Unicode (half a surrogate)."""
+    """Encode a message. Raises ``ValueError`` for text that is not Unicode (a lone surrogate)."""
     return message.model_dump_json().encode()
 
 
 def known_capabilities(names: list[str]) -> frozenset[Capability]:
-    """The capabilities of these names; names that this version does not know are left out."""
+    """The capabilities with these names; names unknown to this version are ignored."""
     words = {str(capability) for capability in Capability}
     return frozenset(Capability(name) for name in names if name in words)
