@@ -198,9 +198,7 @@ def parallelise(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(
-                True
-            )  # gloo only has sums; NCCL's scaled sums would gain nothing
+            module.set_force_sum_reduction_for_comms(True)  # gloo only has sums; NCCL's scaled sums would gain nothing
 
 
 def materialise(part: nn.Module, device: str) -> None:
