@@ -112,7 +112,7 @@ class TokenDivergences:
     nats_N: Tensor
     """Divergences, or estimates of them."""
     gaps_N: Tensor
-    """log π_h − log π_θ of what was sampled."""
+    """log π_h − log π_θ of the sampled tokens."""
     examples_N: Tensor
     """int64, ascending: index of the example in the micro-batch."""
 
@@ -217,7 +217,9 @@ def prefix_weights(compared: TokenDivergences) -> Tensor:
 def _chunk(
     model: CausalModel, student_nH: Tensor, teacher_nH: Tensor, temperatures_n: Tensor, ids_n: Tensor
 ) -> tuple[Tensor]:
-    """[n,2] divergences of the predictions from both sides' hidden states, and log π_h − log π_θ of the sampled tokens."""
+    """[n,2] divergences of the predictions from both sides' hidden states, and log π_h − log π_θ of the
+    sampled tokens.
+    """
     with torch.no_grad():
         teacher_nV = model.logits(teacher_nH)
     return (divergences(model.logits(student_nH), teacher_nV, temperatures_n, ids_n),)

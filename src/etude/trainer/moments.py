@@ -56,7 +56,9 @@ class Moments(Protocol):
         ...
 
     def like(self, key: str, parameter: Tensor) -> Tensor | None:
-        """A tensor with the type, shape, sharding and device of the state ``key``; ``None`` if there is no such state."""
+        """A tensor with the type, shape, sharding and device of the state ``key``; ``None`` if there is no
+        such state.
+        """
         ...
 
     def settle(self) -> None:

@@ -58,7 +58,9 @@ Matrices: TypeAlias = Mapping[nn.Parameter, MatrixSplit]
 
 
 def matrices_of(model: Decoder) -> dict[nn.Parameter, MatrixSplit]:
-    """The matrices of all blocks. Embedding and output matrix are excluded, because their rows are looked up or scored."""
+    """The matrices of all blocks. Embedding and output matrix are excluded, because their rows are looked up
+    or scored.
+    """
     return {parameter: split for block in model.blocks for parameter, split in _block(block)}
 
 

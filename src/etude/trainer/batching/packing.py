@@ -97,7 +97,9 @@ def _dealt(microbatches: Sequence[Sequence[int]], prices: Sequence[float], ranks
 def _evenly(
     order: Sequence[int], count: int, lengths: Sequence[int], costs: Sequence[float], max_tokens: int
 ) -> list[list[int]]:
-    """Put each index in turn into the cheapest of ``count`` bins with room, the first of equals; [] if none has room."""
+    """Put each index in turn into the cheapest of ``count`` bins with room, the first of equals; [] if none
+    has room.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens, spent = [0] * count, [0.0] * count
     for index in order:
