@@ -3,7 +3,7 @@
     recipe, model shape, GPUs, workload, assumptions ──▶ RunCalibration ──▶ simulation (:mod:`etude.simulation.run`)
                                                   figures of the simulation ──▶ money, operations, bytes between regions
 
-    decode step     a line through the times of :class:`~etude.run.roofline.DecodeStep` at an eighth of the engine places
+    decode step     a line through the times of :class:`~etude.run.roofline.DecodeStep` at 1/8 of an engine's places
                     and at all of them
     prompts         operations of a forward pass, over peak · share
     trainer         :class:`~etude.run.roofline.TrainingStep` (three forward passes, a fourth where activations are
