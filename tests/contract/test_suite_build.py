@@ -12,9 +12,12 @@ from api_models import KEY, ApiModel, behind
 from etude.cli.commands.build_suite import refresh, today
 from etude.cli.main import main
 from etude.dashboard.suite_results import read_results
+from etude.errors import SandboxError
+from etude.taskgen import preparation
 from etude.taskgen.history import validator
 from etude.taskgen.history.progress import read_progress
 from etude.taskgen.history.records import RECORDS_FILE, HistoryRecord, read_records
+from etude.taskgen.testruns import RunObservation
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
 from etude.tasks.suites import read_retired, suite_of
 from etude.types import Split, TestChecks
@@ -156,3 +159,18 @@ def test_a_change_without_which_its_tests_do_not_end_costs_one_run_of_them(
     verdicts = [(verdict.path, verdict.outcome) for verdict in PackageFolder(suite / "tally").verdicts()]
     assert verdicts == [(HANGING[1][0], "hangs")]
     assert read_records(suite) == []
+
+
+def test_a_build_that_is_interrupted_leaves_the_names_of_what_was_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(*_: object, **__: object) -> list[RunObservation]:
+        raise SandboxError("the machine stops")
+
+    suite = tmp_path / "own"
+    pins = suite / "tally" / "requirements.txt"
+    pins.parent.mkdir(parents=True)
+    pins.write_text("pytest==1.0\n")
+    monkeypatch.setattr(preparation, "observe", interrupted)
+    assert main(["suite", "build", str(make_history(tmp_path / "tally", 2)), "--out", str(suite)]) != 0
+    assert pins.read_text() == "pytest==1.0\n"

@@ -4,6 +4,7 @@ A block with a title is a file, and a block of shell without one is commands. Ru
 them, and are otherwise theirs; blocks called ``text`` are shown and not run.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -12,27 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from etude.cli.main import main
+from stranger import SHORTER, blocks, shortened
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = re.findall(r"tutorials/([\w-]+)\.md", (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))
-BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-SHORTER = ("midtrain.tokens=40000", "trainer.steps=2", "eval.tasks=6", "rollouts.groups_per_step=4")
-"""Settings that make a run of the quickstart short."""
 NOTHING_LEARNT = 3
 """The exit status of a run in which no group had a signal, as the pages say of models this small."""
 TIMEOUT_S = 600.0
 
 pytestmark = pytest.mark.heavy("minutes")
-
-
-def blocks(page: str) -> list[tuple[str, str, str]]:
-    """Language, title and text of each block of a page."""
-    return BLOCK.findall((DOCS / "tutorials" / f"{page}.md").read_text(encoding="utf-8"))
-
-
-def shortened(command: str) -> str:
-    """A command of a page that does not take minutes."""
-    settings = SHORTER if command.startswith("etude run quickstart") else ()
-    return " ".join([command, *(f"--set {each}" for each in settings)])
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
     ran = 0
-    for language, title, text in blocks(page):
-        if title:
-            (folder / title).parent.mkdir(parents=True, exist_ok=True)
-            (folder / title).write_text(text, encoding="utf-8")
-        elif language == "sh":
-            for command in text.splitlines():
+    for block in blocks((DOCS / "tutorials" / f"{page}.md").read_text(encoding="utf-8")):
+        if block.title:
+            (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.title).write_text(block.text, encoding="utf-8")
+        elif block.language == "sh":
+            for command in block.commands():
                 ended = subprocess.run(
-                    ["bash", "-c", shortened(command)],
+                    ["bash", "-c", shortened(command, SHORTER)],
                     cwd=folder,
                     env=environment,
                     capture_output=True,
@@ -65,6 +55,18 @@ def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
                 assert ended.returncode in accepted, f"{command}: {(ended.stdout + ended.stderr)[-4000:]}"
                 ran += 1
     assert ran
+
+
+@pytest.mark.parametrize("recipe", ["gpu-8b", "gpu-30b-a3b"])
+def test_the_costs_on_the_page_of_models_are_those_of_the_plans(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (DOCS / "tutorials" / "your-model.md").read_text(encoding="utf-8")
+    minutes, usd = map(float, re.findall(rf"`recipes/{recipe}` .*?\| ([\d.]+) min, \$([\d.]+)", page)[0])
+    assert main(["plan", "run", str(DOCS.parent / "recipes" / recipe), "--hardware", "h100", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["step_s"] / 60 == pytest.approx(minutes, abs=0.05)
+    assert plan["usd"]["step"] == pytest.approx(usd, abs=0.005)
 
 
 def test_every_tutorial_is_on_the_site() -> None:

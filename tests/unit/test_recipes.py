@@ -75,7 +75,15 @@ def lift(report: dict[str, Json], way: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "seeds"), [("quickstart", 5), ("self-summary", 3), ("summaries", 3), ("tab", 3), ("pretrained", 3)]
+    ("recipe", "seeds"),
+    [
+        ("quickstart", 5),
+        ("quickstart-large", 3),
+        ("self-summary", 3),
+        ("summaries", 3),
+        ("tab", 3),
+        ("pretrained", 3),
+    ],
 )
 def test_what_is_claimed_was_measured_on_several_seeds(recipe: str, seeds: int) -> None:
     assert [report["seed"] for report in Measured(recipe).reports] == [*range(seeds)]

@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "run": ("run", "Run the whole loop of a recipe, on this machine or on a fleet."),
         "live": ("live", "Serve users and learn from what they do: `etude run` of a recipe with releases."),
         "check": ("check", "See if a recipe can run here: what `etude run` checks first."),
-        "plan": ("plan", "See what a recipe takes of GPUs that need not be here: memory, speed."),
+        "plan": ("plan", "See what a recipe takes of GPUs that need not be here: memory, speed, time, money."),
         "midtrain": ("processes", "One process of a run: mid-training, or one node of it."),
         "sft": ("processes", "One process of a run: supervised fine-tuning, or one node of it."),
         "parity": ("processes", "One process of a run: engine against trainer, before they run."),

@@ -16,7 +16,9 @@ RecipePath: TypeAlias = Annotated[
 ]
 Overrides: TypeAlias = Annotated[
     list[str],
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", default_factory=list, help="Override the recipe."),
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", default_factory=list, show_default=False, help="Override the recipe."
+    ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 All: TypeAlias = Annotated[bool, typer.Option("--all", help="List what is sound as well, a line each.")]

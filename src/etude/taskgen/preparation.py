@@ -184,7 +184,7 @@ class Preparation:
         python = await self._python()
         last: InstallError | None = None
         for number, requirements in enumerate(attempts(project)):
-            installed: tuple[Path, RunObservation] | None = None
+            installed: tuple[Path, RunObservation, tuple[str, ...]] | None = None
             for repair in range(REPAIRS):
                 layer = scratch / f"site-{number}-{repair}"
                 try:
@@ -199,16 +199,17 @@ class Preparation:
                 without_copies(layer, project)
                 record_project(layer, project, texts)
                 say(f"installed {len(pins)} packages: {' '.join(pins)}")
-                self._folder.write(PINS_FILE, "".join(f"{pin}\n" for pin in pins).encode())
                 run = await self._first_run(project, (layer, pristine), environment(project))
-                installed = layer, run
+                installed = layer, run, pins
                 missing = _missing(project, run, requirements)
                 if not missing:
-                    return installed
+                    break
                 say(f"missing: {', '.join(missing)}")
                 requirements = (*requirements, *missing)
-            if installed is not None:
-                return installed  # what is missing yet cannot be had, or is the tests' own
+            if installed is not None:  # what is missing yet cannot be had, or is the tests' own
+                layer, run, pins = installed
+                self._folder.write(PINS_FILE, "".join(f"{pin}\n" for pin in pins).encode())
+                return layer, run
         raise last or InstallError(f"nothing to install for {project.name}")
 
     async def _python(self) -> str:

@@ -66,6 +66,7 @@ class Rejection(StrEnum):
     )
     TOO_LARGE = "too_large", "its hidden test files are too large"
     FLAKY = "flaky", "the broken package passes sometimes"
+    INCOMPLETE = "incomplete", "the part of a change never passes its own tests: it needs more of the change"
     UNSOLVED = "unsolved", "the right answer does not pass every time"
     UNTESTED = "untested", "the change has no source, or no test that is there before and after could tell"
     VAGUE = "vague", "nothing says in a line what the change is for"

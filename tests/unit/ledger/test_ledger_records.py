@@ -167,5 +167,5 @@ def test_routes_never_get_into_a_record() -> None:
     rollout = Rollout(
         rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=(turn,)
     )
-    with pytest.raises(ValueError, match="stow them in a payload file first"):
+    with pytest.raises(ValueError, match="store them in a payload file first"):
         encode_rollout(rollout)

@@ -206,5 +206,5 @@ def test_routes_do_not_travel() -> None:
         finish=Finish.STOP,
         routes=np.zeros((1, 1, 1), np.uint16),
     )
-    with pytest.raises(ValueError, match="stow them in a payload file first"):
+    with pytest.raises(ValueError, match="store them in a payload file first"):
         encode_turns([turn])

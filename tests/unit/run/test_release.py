@@ -159,5 +159,5 @@ def test_a_proposal_is_checked_copied_and_loaded_by_the_trainer(
     assert (Path(str(load["checkpoint"])) / "model.safetensors").is_file()
     assert main(["release", "propose", str(run.path), str(tmp_path)]) == 2
     assert main(["release", "approve", str(run.path), "1"]) == 2
-    assert "nobody has to agree" in capsys.readouterr().err
+    assert "need no approval" in capsys.readouterr().err
     assert ReleaseState.CANDIDATE not in states(run).values()

@@ -40,7 +40,7 @@ def test_one_process_has_no_grid_and_whole_weights() -> None:
 
 def test_another_number_of_processes_is_refused() -> None:
     with (
-        pytest.raises(ConfigError, match=r"= 4, but 1 processes were started: start them by `etude train`"),
+        pytest.raises(ConfigError, match=r"= 4, but 1 processes were started: start them with `etude train`"),
         joined(ParallelConfig(dp=2, cp=2), "cpu"),
     ):
         pass

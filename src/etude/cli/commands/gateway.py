@@ -31,6 +31,7 @@ def gateway(
         typer.Option(
             metavar="URL[@REGION]",
             default_factory=list,
+            show_default=False,
             help="An engine as `etude serve` serves it, or several; a vLLM's own port speaks OpenAI's API and is none.",
         ),
     ],
@@ -49,7 +50,11 @@ def gateway(
     overrides: Annotated[
         list[str],
         typer.Option(
-            "--set", metavar="gateway.KEY=VALUE", default_factory=list, help="Set any other key of the gateway."
+            "--set",
+            metavar="gateway.KEY=VALUE",
+            default_factory=list,
+            show_default=False,
+            help="Set any other key of the gateway.",
         ),
     ],
 ) -> None:

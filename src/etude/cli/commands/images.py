@@ -19,7 +19,9 @@ app = group()
 def build(
     name: Annotated[str, typer.Argument()] = "debian",
     *,
-    package: Annotated[list[str], typer.Option(default_factory=list, help="One more package; may be repeated.")],
+    package: Annotated[
+        list[str], typer.Option(default_factory=list, show_default=False, help="One more package; may be repeated.")
+    ],
 ) -> None:
     """Build a base system, with kernel, from Debian's packages."""
     base = build_base(ImageStore(), BaseRecipe(name=name, packages=tuple(package)))

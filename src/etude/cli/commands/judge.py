@@ -66,7 +66,10 @@ def check_command(recipe: RecipePath, *, overrides: Overrides) -> int:
 def calibrate_command(
     recipe: RecipePath,
     *,
-    aspect: Annotated[list[str], typer.Option(default_factory=list, help="An aspect of its rubrics (default: all).")],
+    aspect: Annotated[
+        list[str],
+        typer.Option(default_factory=list, show_default=False, help="An aspect of its rubrics (default: all)."),
+    ],
     overrides: Overrides,
 ) -> None:
     """Have labelled texts judged; write the report beside the rubrics."""

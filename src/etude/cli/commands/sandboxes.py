@@ -49,10 +49,16 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8700,
     folder: Annotated[
-        list[Path], typer.Option(default_factory=list, help="Folder whose files clients may mount; may be repeated.")
+        list[Path],
+        typer.Option(
+            default_factory=list, show_default=False, help="Folder whose files clients may mount; may be repeated."
+        ),
     ],
     allow: Annotated[
-        list[str], typer.Option(metavar="HOST:PORT", default_factory=list, help="Place that sandboxes may reach.")
+        list[str],
+        typer.Option(
+            metavar="HOST:PORT", default_factory=list, show_default=False, help="Place that sandboxes may reach."
+        ),
     ],
     clients: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File with keys of many clients, their rights and limits.")

@@ -246,7 +246,10 @@ def refresh_command(
     suite: SuiteFolder,
     *,
     results: Annotated[
-        list[Path], typer.Option(help="Results of models; give the option once for each.", default_factory=list)
+        list[Path],
+        typer.Option(
+            help="Results of models; give the option once for each.", default_factory=list, show_default=False
+        ),
     ],
     texts: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Training texts that tasks may be in.")] = None,
     max_share: Annotated[float, typer.Option(help="Share of a task's words in a row that may be in them.")] = 0.2,

@@ -110,9 +110,25 @@ class ChangePart:
         every = sorted({test for run in self.right for test in run.tests if is_fit(test)})
         named = [test for test in every if is_named(trees.files.after, test, self.proposal.name)]
         proof = prove(named, every, self.broken, self.right)
-        if proof.rejection is Rejection.FLAKY and all(run.passed(test) for run in self.broken for test in named):
-            return replace(proof, rejection=Rejection.SURVIVED)
-        return replace(proof, about=proof.about[:MAX_ABOUT], others=proof.others[:OTHERS])
+        if proof.rejection in {Rejection.FLAKY, Rejection.UNSOLVED} and not any(run.ended for run in self.right):
+            return replace(proof, rejection=self._why_none_tells(named, proof.rejection))
+        others = proof.others[:OTHERS]
+        has_sound = any(map(self._is_there_without(trees), others))
+        return replace(proof, about=proof.about[:MAX_ABOUT], others=others if has_sound else ())
+
+    def _is_there_without(self, trees: ChangeTrees) -> Callable[[str], bool]:
+        """A test of node ids: their modules import nothing that only the part has, so can be imported without it."""
+        without, complete = trees.slicer.nothing(), self.slice.hidden
+        return lambda test: without.get(place_of(test)[0]) == complete.get(place_of(test)[0])
+
+    def _why_none_tells(self, named: Sequence[str], otherwise: Rejection) -> Rejection:
+        """The reason why no test of some tells the part: the change does without it, or it needs more of the change;
+        ``otherwise`` where some test passes one time and fails another.
+        """
+        if named and all(run.passed(test) for run in self.broken for test in named):
+            return Rejection.SURVIVED
+        is_mixed = (len({run.passed(test) for run in runs}) > 1 for runs in (self.broken, self.right) for test in named)
+        return otherwise if any(is_mixed) else Rejection.INCOMPLETE
 
     @property
     def seconds(self) -> float:
@@ -394,7 +410,7 @@ def task_of(record: HistoryRecord, trees: ChangeTrees, part: Slice, image: Image
             files=_needed(part.hidden, (*record.about, *record.others)),
             must_pass=(*record.about, *record.others),
             about=len(record.about),
-            artefacts=artefacts_of(trees.project, tuple(trees.files.before)),
+            artefacts=artefacts_of(trees.project, (*trees.files.before, *part.answer)),
             command=("python3", "-m", "pytest", *trees.project.options),
             timeout_s=record.timeout_s,
         ),
