@@ -54,7 +54,7 @@ OUTSIDE = ["../../etc/cron.d/x", "/etc/cron.d/x", "..", "", "a/b", "-rf", "a\0b"
 @pytest.mark.parametrize("value", OUTSIDE)
 def test_to_have_a_suite_write_outside_of_its_folder(tmp_path: Path, field: str, value: Any) -> None:
     (tmp_path / RECORDS_FILE).write_text(json.dumps({**asdict(RECORD), field: value}))
-    with pytest.raises(DamagedError, match="no record of a task"):
+    with pytest.raises(DamagedError, match="not a record of a task"):
         read_records(tmp_path)
 
 
