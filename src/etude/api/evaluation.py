@@ -1,9 +1,10 @@
-"""A weight version of a run tried on the held-out tasks, from Python.
+"""Evaluation of a weight version of a run on the held-out tasks, from Python.
 
     result = etude.evaluate("runs/quickstart-s0", passes=8)
     result.figures["greedy"]["pass"]["1"]["value"]
 
-Trying is :mod:`etude.run.evaluate`'s, figures :mod:`etude.dashboard.evaluation`'s: those of ``etude eval --json``.
+:mod:`etude.run.evaluate` runs the attempts; :mod:`etude.dashboard.evaluation` computes the figures, those of ``etude
+eval --json``.
 """
 
 from collections.abc import Iterator, Mapping

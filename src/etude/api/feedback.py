@@ -1,13 +1,13 @@
-"""A client by which a product reports what its users did with what the model wrote (docs/live.md).
+"""A client with which a product reports its users' reactions to the model's output (docs/live.md).
 
     feedback = etude.FeedbackClient("https://gateway.example", api_key)
     feedback.report("edited", 0.25, completion=answer.id)          returns at once
     feedback.report("thumbs", -1, session="chat-17", turn=2)
-    feedback.close()                                               sends what waits
+    feedback.close()                                               sends queued events
 
-Events wait in memory and are sent together by a thread. A gateway that is away is tried again with the same event ids,
-so that none counts twice; when more wait than may, the oldest are dropped and counted. Needs nothing but the standard
-library.
+Events are queued in memory and sent in batches by a thread. If the gateway is unavailable, they are sent again with the
+same event ids, so that none counts twice; if the queue is full, the oldest events are dropped and counted. Needs only
+the standard library.
 """
 
 import json
@@ -25,20 +25,20 @@ from etude.backoff import Backoff
 from etude.errors import ConfigError
 
 MAX_BATCH: Final = 500
-"""Events of one request; the gateway takes 1000."""
+"""Most events in one request; the gateway accepts 1000."""
 BACKOFF: Final = Backoff(first_s=0.25, longest_s=30.0, jitter=0.5)
-"""Between two tries to reach the gateway."""
+"""Pauses between tries to reach the gateway."""
 RETRYABLE: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses with which the same request may succeed later."""
 REQUEST_S: Final = 40.0
 """Longest time of one request; the gateway answers or gives up within 30 s."""
 REMEMBERED: Final = 100
-"""Refused events whose reasons are kept."""
+"""Number of refused events whose reasons are stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedReport:
-    """An event that the gateway refused for good."""
+    """An event that the gateway permanently refused."""
 
     event_id: str
     reason: str
@@ -48,14 +48,14 @@ class RefusedReport:
 class FeedbackClient:
     """Reports signals to the gateway at ``url`` with a production or a feedback key; safe to share between threads.
 
-    At most ``max_buffered`` events wait, and those that do are sent every ``interval_s`` seconds.
+    At most ``max_buffered`` events are queued, and they are sent every ``interval_s`` seconds.
     """
 
     def __init__(self, url: str, api_key: str, *, max_buffered: int = 10_000, interval_s: float = 0.5) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"url {url!r}: expected http://HOST:PORT or https://HOST:PORT of a gateway")
         self.counts: Counter[str] = Counter()
-        """Result → events: those of the gateway (docs/live.md), and ``dropped``: more waited than may."""
+        """Result → number of events: the gateway's results (docs/live.md), and ``dropped`` for a full queue."""
         self.refused: deque[RefusedReport] = deque(maxlen=REMEMBERED)
         """The newest refused events."""
         self._url = f"{url.rstrip('/')}/feedback"
@@ -82,7 +82,7 @@ class FeedbackClient:
     ) -> str:
         """Report one event and return its id; it is sent later. Raises ``ValueError`` once the client is closed.
 
-        It is about a ``session``, or one ``turn`` of it, or the answer with id ``completion``. ``more`` are the other
+        It concerns a ``session``, one ``turn`` of it, or the answer with id ``completion``. ``more`` are the other
         fields of an event: ``span``, ``user``, ``sent_at``, and an ``event_id`` of your own.
         """
         about = {"session": session or None, "completion": completion or None, "turn": turn}
@@ -98,12 +98,12 @@ class FeedbackClient:
         return str(event["event_id"])
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until nothing waits any more, at most ``timeout_s``; returns whether that is so."""
+        """Wait until the queue is empty, at most ``timeout_s``; returns true if it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._sending, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Send what waits, at most for ``timeout_s``, and end; returns whether all was sent."""
+        """Send queued events, for at most ``timeout_s``, and end; returns true if all were sent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -132,7 +132,7 @@ class FeedbackClient:
                 self._changed.notify_all()
 
     def _next(self) -> list[dict[str, object]]:
-        """The next events to be sent, once there are some; none when the client is closed and all are sent."""
+        """Wait for the next events to send; empty if the client is closed and all are sent."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             if len(self._waiting) < MAX_BATCH and not self._closing:
@@ -141,7 +141,7 @@ class FeedbackClient:
             return [self._waiting.popleft() for _ in range(self._sending)]
 
     def _sent(self, batch: list[dict[str, object]]) -> float | None:
-        """Send a batch once; ``None`` when it is done with, else the seconds that the gateway asks to wait."""
+        """Send a batch once; ``None`` if it is finished, otherwise the seconds to wait that the gateway requests."""
         request = urllib.request.Request(self._url, json.dumps(batch).encode(), self._headers)
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
@@ -152,7 +152,7 @@ class FeedbackClient:
                     return _seconds(error.headers.get("Retry-After"))
                 reason = f"HTTP {error.code}: {error.read(2000).decode(errors='replace')}"
             results = [{"event_id": one["event_id"], "result": "refused", "why": reason} for one in batch]
-        except (OSError, ValueError, KeyError):  # the gateway is away, or something else answered in its place
+        except (OSError, ValueError, KeyError):  # the gateway is unavailable, or something else answered
             return 0.0
         with self._changed:
             for one in results:

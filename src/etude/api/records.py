@@ -2,7 +2,7 @@
 
     run.rollouts(reward=">0")  ──▶  Records[RolloutRecord]  ──▶  .to_pandas(), .to_polars()
 
-Owns these nouns. Reading them is :mod:`etude.api.run`'s.
+Owns the record types. :mod:`etude.api.run` reads them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,9 +43,8 @@ class Records(Sequence[RecordT_co], Generic[RecordT_co]):
         return f"<{len(self)} × {self._kind.__name__}>"
 
     def columns(self) -> dict[str, list[object]]:
-        """The values field by field; those of a mapping key by key, as ``ended.submit``, ``None`` where there is none.
-
-        The fields are there without a record, too.
+        """The values by field; those of a mapping by key, as ``ended.submit``, ``None`` for absent ones. The fields
+        exist even without records.
         """
         columns: dict[str, list[object]] = {}
         for field in fields(self._kind):
@@ -81,7 +80,7 @@ def _require(library: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One committed optimiser step: weight version ``step`` is what it made."""
+    """One committed optimiser step, which made weight version ``step``."""
 
     step: int
     at_s: float
@@ -89,7 +88,7 @@ class StepRecord:
     reward: float | None
     """Mean reward of its rollouts."""
     metrics: Mapping[str, float]
-    """By the names of ``etude.telemetry.metrics.METRICS``; what the step cannot know is absent."""
+    """Values by the names of ``etude.telemetry.metrics.METRICS``; those that do not apply to the step are absent."""
     reward_parts: Mapping[str, float]
     """Part of the reward → mean over the rollouts that have it."""
     ended: Mapping[str, int]
@@ -114,17 +113,17 @@ class RolloutRecord:
     step: int | None
     """The optimiser step that took its group; ``None``: none so far."""
     disposition: str | None
-    """``keep``, ``quarantine`` or ``zero``; ``None`` where cheating was not looked for."""
+    """``keep``, ``quarantine`` or ``zero``; ``None`` if cheating was not monitored."""
     cause: str
-    """The reason of that."""
+    """The reason for the disposition."""
     turns: int
     summaries: int
     hints: int
     prompt_tokens: int
-    """Sum over its turns; what they share is counted each time."""
+    """Sum over its turns; shared tokens are counted each time."""
     sampled_tokens: int
     first_version: int | None
-    """The oldest weight version that sampled some of it."""
+    """The oldest weight version that sampled a part of it."""
     last_version: int | None
     seconds: float
 
@@ -139,24 +138,24 @@ class TurnRecord:
     turn: int
     """Its number in the rollout, from 0 on."""
     kind: str
-    """``act``, ``summary`` or what else the call was for."""
+    """Purpose of the call: ``act``, ``summary``, …"""
     reward: float | None
     """Reward of the whole rollout."""
     new_text: str
-    """Text of the context that no earlier turn had: the task, or the output of a tool."""
+    """Text of the context that is new in this turn: the task, or the output of a tool."""
     completion: str
     """The model's text."""
     finish: str
-    """``stop``, or ``length`` where it was cut."""
+    """``stop``, or ``length`` if it was truncated."""
     temperature: float
     prompt_ids: tuple[int, ...]
     """Tokens of the whole context."""
     completion_ids: tuple[int, ...]
     """Tokens that were sampled."""
     logprobs: tuple[float, ...]
-    """Natural log of each one's probability, as the engine sampled it."""
+    """Natural log of each token's probability, as the engine sampled it."""
     versions: tuple[int, ...]
-    """Weight version that sampled each."""
+    """Weight version that sampled each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +167,7 @@ class WeightRecord:
     kind: str
     """``full`` or ``delta``."""
     base: int | None
-    """The version that a delta is a change of."""
+    """The version that a delta changes."""
     size_bytes: int
     digest: str
     """Digest of the whole state: versions with one digest have the same weights."""

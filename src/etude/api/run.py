@@ -1,10 +1,10 @@
-"""A run on disk, read from Python, also while it goes on.
+"""A run on disk, read from Python, even while it is in progress.
 
     run = etude.open("runs/quickstart-s0")
     run.steps().to_pandas().plot("step", "reward")
 
-Owns the questions and their answers as records (:mod:`etude.api.records`). It changes nothing in the folder, but for
-:func:`~etude.api.evaluation.evaluate`, which keeps what was tried there.
+Owns the queries and returns records (:mod:`etude.api.records`). It does not change the folder; only
+:func:`~etude.api.evaluation.evaluate` stores its results there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,20 +34,20 @@ from etude.tokens.jinja import load_format
 from etude.types import Json, Rollout, WeightVersion
 
 ALL = 2**31 - 1
-"""A limit that no run reaches."""
+"""A limit above the number of steps and rollouts of any run."""
 NO_TRAITS = Traits(
     turns=0, summaries=0, hints=0, prompt_tokens=0, sampled_tokens=0, first_version=None, last_version=None, seconds=0.0
 )
-"""Stands for the traits of rollouts that an older étude recorded, which are known only by reading them."""
+"""Placeholder for the traits of rollouts recorded by an older étude, whose traits require reading them."""
 
 Outcome: TypeAlias = Literal["graded", "failed", "dropped", "quarantined"]
 
 
 class Run:
-    """A run folder. Each call reads what is there now."""
+    """A run folder. Each call reads its current state."""
 
     def __init__(self, path: Path | str) -> None:
-        """``path`` is a run folder, or the URL of a run. Raises :class:`~etude.errors.RunFolderError` where there is
+        """``path`` is a run folder, or the URL of a run. Raises :class:`~etude.errors.RunFolderError` if there is
         none.
         """
         self._folder = open_run_folder(path, writes=False)
@@ -57,12 +57,12 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """The run folder."""
         return self._folder.path
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that it is made from."""
+        """The recipe of the run."""
         return Recipe.load(self._folder.config_file)
 
     def steps(self) -> Records[StepRecord]:
@@ -81,11 +81,11 @@ class Run:
         outcome: Outcome | None = None,
         limit: int | None = None,
     ) -> Records[RolloutRecord]:
-        """The rollouts of which every condition holds, the newest first.
+        """The rollouts that meet all conditions, newest first.
 
         ``purpose`` is ``train`` or the label of an evaluation (:meth:`purposes`), ``reward`` a comparison such as
-        ``">=0.5"``; ``version`` finds those with tokens of that weight version, or of ones around it. Raises
-        :class:`~etude.errors.ConfigError` for a comparison that is none.
+        ``">=0.5"``; ``version`` finds rollouts with tokens of that weight version, or of versions around it. Raises
+        :class:`~etude.errors.ConfigError` for an invalid comparison.
         """
         search = Search(
             purpose=purpose,
@@ -100,7 +100,8 @@ class Run:
             return Records(RolloutRecord, (_record_of(match) for match in archive.find(search)))
 
     def turns(self, rollouts: Sequence[RolloutRecord] | RolloutRecord) -> Records[TurnRecord]:
-        """Every turn of some rollouts, in the order of these. Each is read whole, so ask for those you want.
+        """Every turn of some rollouts, in their order. Each rollout is read as a whole, so pass only those that you
+        need.
 
         Raises :class:`~etude.errors.UserError` for a rollout of another run.
         """
@@ -116,7 +117,7 @@ class Run:
         return Records(TurnRecord, turns)
 
     def purposes(self) -> dict[str, int]:
-        """``train`` and the evaluations on the way, with the number of rollouts that were graded."""
+        """``train`` and the evaluations during the run, each with its number of graded rollouts."""
         with self._archive() as archive:
             return {each.purpose: each.outcomes[RolloutOutcome.GRADED] for each in archive.census()}
 
@@ -127,7 +128,7 @@ class Run:
         return Records(WeightRecord, (_weights_of(record) for record in records if record is not None))
 
     def report(self) -> Mapping[str, Json]:
-        """The figures of ``report.json`` as it was last written; where it was not, those of what was done so far."""
+        """The figures of the latest ``report.json``; if there is none yet, those of the run so far."""
         if self._folder.report_json.exists():
             written: dict[str, Json] = orjson.loads(self._folder.report_json.read_bytes())
             return written
@@ -149,17 +150,17 @@ def open_run(path: Path | str | Run) -> Run:
 def export(run: Run | Path | str, out: Path | str, *, version: int | None = None) -> int:
     """Write a weight version (default: the newest) as a Hugging Face checkpoint into ``out``; returns the version.
 
-    Raises :class:`~etude.errors.RunFolderError` when ``out`` cannot be written or already holds something.
+    Raises :class:`~etude.errors.RunFolderError` if ``out`` cannot be written or is not empty.
     """
-    from etude.run.export import export_run  # takes torch
+    from etude.run.export import export_run  # imports torch
 
     return export_run(RunFolder.open(open_run(run).path, writes=False), Path(out), version)
 
 
 def committed_steps(folder: RunFolder, committed: int, *, after: int = 0) -> Iterator[StepRecord]:
-    """The steps of a run up to ``committed``, as their newest events have them: one may have been computed twice.
-
-    Of a run at a URL those are left out whose events were lost with a machine, in the seconds before they are copied.
+    """The steps of a run up to ``committed``, from their newest events, because a step may have been computed twice.
+    For a run at a URL, steps are left out if their events were lost with a machine in the seconds before they are
+    copied.
     """
     if committed <= after:
         return

@@ -1,11 +1,12 @@
-"""A run started from Python: its steps as they are committed, its end, its errors.
+"""A run started from Python: its committed steps, its end and its errors.
 
     with etude.train(recipe) as training:            a folder, and `etude run --resume FOLDER` as a process
         for step in training:                        waits for the next committed step, or for the end
             print(step.step, step.reward)
 
-A run is processes over a folder. This starts their supervisor and reads the folder; leaving the context, however that
-happens, stops them all, and so does the end of the thread that entered it. ``etude.train(etude.open(folder))`` goes on.
+A run consists of processes that share a folder. This module starts their supervisor and reads the folder. Leaving the
+context for any reason stops them all, and so does the end of the thread that entered it.
+``etude.train(etude.open(folder))`` continues the run.
 """
 
 import os
@@ -30,19 +31,19 @@ from etude.run.preflight import check_ready
 from etude.run.serving import STOP_S
 
 POLL_S = 0.1
-"""Interval at which new steps are looked for."""
+"""Polling interval for new steps."""
 REPORT_S = 20.0
-"""Time that a supervisor may take for its report, once its processes have stopped."""
+"""Time limit for the supervisor's report, once its processes have stopped."""
 STOPPED = (ExitCode.INTERRUPTED, 128 + signal.SIGTERM)
-"""Exit codes of a supervisor that was told to stop."""
+"""Exit codes of a supervisor after a request to stop."""
 
 
 class Training(Closing):
-    """A run that goes on: iterate over it for its steps; leaving its context stops it. Made by :func:`train`."""
+    """A run in progress: iterate over it for its steps; leaving its context stops it. Made by :func:`train`."""
 
     def __init__(self, folder: RunFolder, *, is_new: bool = False) -> None:
         self.run = Run(folder.path)
-        """The run, to be read at any time, afterwards too."""
+        """The run, readable at any time, also after its end."""
         self._folder = folder
         self._is_new = is_new
         self._ledger = folder.config().ledger
@@ -57,16 +58,15 @@ class Training(Closing):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, SUPERVISOR_VARIABLE: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C reaches this process alone, which stops the other one
+                start_new_session=True,  # Ctrl-C reaches only this process, which stops the other one
             )
 
     def __iter__(self) -> Iterator[StepRecord]:
-        """Each step once it is committed, from the first that this start of the run takes; ends when the run does.
-
-        Raises :class:`~etude.errors.EtudeError` with the message of what ended the run before that.
+        """Each step once it is committed, from the first step of this start; ends with the run. Raises
+        :class:`~etude.errors.EtudeError` with the cause if the run fails.
         """
         while True:
-            status = self._process.poll()  # before the steps are counted: what it did last is among them
+            status = self._process.poll()  # before the steps are counted, so that they include its last one
             committed = self._committed()
             for step in committed_steps(self._folder, committed, after=self._steps_done):
                 self._steps_done = step.step
@@ -76,13 +76,13 @@ class Training(Closing):
             time.sleep(POLL_S)
 
     def wait(self) -> Run:
-        """Let it come to its end; returns the run. Raises as iterating does."""
+        """Wait for its end; returns the run. Raises as iterating does."""
         for _ in self:
             pass
         return self.run
 
     def close(self) -> None:
-        """Stop the run, if it still goes on, and every process of it. ``etude.train(training.run)`` goes on."""
+        """Stop the run with all its processes, if it is in progress. ``etude.train(training.run)`` continues it."""
         if self._process.poll() is not None:
             return
         self._process.terminate()
@@ -122,11 +122,11 @@ class Training(Closing):
 
 
 def train(recipe: Recipe | Run | Path | str, *, out: Path | str | None = None) -> Training:
-    """Start a run of a recipe in a new folder ``out`` (default: ``runs/NAME-sSEED``), or go on with a run.
+    """Start a run of a recipe in a new folder ``out`` (default: ``runs/NAME-sSEED``), or continue a run.
 
     Returns a context manager whose iterator gives the steps. Raises :class:`~etude.errors.UserError` for a recipe that
-    this machine cannot run, before there is a folder, and for a folder that is in use; what is only worth knowing is a
-    ``UserWarning``.
+    this machine cannot run, before the folder is created, and for a folder in use; issues a ``UserWarning`` for lesser
+    problems.
     """
     if isinstance(recipe, Run):
         if out is not None:

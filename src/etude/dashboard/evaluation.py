@@ -2,8 +2,8 @@
 
     tries ──▶ one value per task ──▶ figures of one version          two of them ──▶ figures of the difference
 
-Owns the nouns and which figures there are; the statistics are :mod:`etude.dashboard.statistics`'. A task that
-infrastructure kept from being tried is missing: it is counted, and no figure takes it for a failure.
+Owns the types and the set of figures; the statistics are in :mod:`etude.dashboard.statistics`. A task that
+infrastructure prevented is missing: it is counted, and no figure treats it as a failure.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,10 +35,10 @@ class Try:
 
     task_id: str
     template: str
-    """Name of the template that the task is an instance of; empty: of nothing that others are, too."""
+    """Name of the template that the task is an instance of; empty: none."""
     reward: float
     graded: float
-    """The grader's word, whatever else its reward is made of; 0 for a cheat. It decides whether the try passes."""
+    """The grade, without other parts of the reward; 0 for a cheat. It decides whether the try passes."""
     parts: Mapping[str, float]
     """Values recorded with its reward: each part's value before weight and range."""
     prompt_tokens: int
@@ -80,7 +80,7 @@ class Evaluation:
     version: int
     digest: str
     tries: Mapping[Way, tuple[tuple[Try | None, ...], ...]]
-    """Way → pass → task; ``None``: infrastructure kept it from being tried."""
+    """Way → pass → task; ``None``: infrastructure prevented the try."""
     engine_s: float
     """Time that its engine was busy for it."""
     parts: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Measure:
     """Rules by which figures are computed from attempts."""
 
     pass_at: float = 1.0
-    """A try that was graded this or better passes."""
+    """Least grade of a try that passes."""
     ks: tuple[int, ...] = (1,)
     """The k of each pass@k."""
     prices: TokenPrices | None = None

@@ -1,7 +1,7 @@
 """Results of a run as one JSON object: ``report.json`` and the source of every figure on the page.
 
-Owns the arithmetic from facts to figures. What is not known (a run that stopped early) is ``None``, never 0.
-Everything that is averaged over tokens is weighted by tokens.
+Owns the computation of figures from facts. An unknown figure (a run that stopped early) is ``None``, never 0. Averages
+over tokens are weighted by tokens.
 """
 
 import math
@@ -76,7 +76,7 @@ def _heldout(run: RunMetrics) -> Figures:
 
 
 def _recall(result: EvalDone | None) -> float | None:
-    """Share of the facts that a task takes and that had been seen by then that stood in summaries."""
+    """Share of the facts that a task needs and the agent had seen by then that are in summaries."""
     parts = result.sampled_parts if result else {}
     return _ratio(_divide(parts.get("facts_kept", 0.0), parts.get("facts_seen", 0.0)))
 
@@ -276,7 +276,7 @@ def _divide(part: float, whole: float) -> float | None:
 
 
 def _share(part: float, whole: float) -> float | None:
-    """A share that says 1 only of all: rounding never turns nearly all into all."""
+    """A share that is 1 only for all: rounding never turns nearly all into all."""
     share = _divide(part, whole)
     return None if share is None else math.floor(share * 10_000) / 10_000
 
@@ -305,7 +305,7 @@ def _significant(value: float | None) -> float | None:
 
 
 WARN_AFTER = 3
-"""Steps in a row without a signal, after which people are warned: one or two are chance with few groups."""
+"""Consecutive steps without a signal before a warning: with few groups, one or two happen by chance."""
 CUT_SHORT = ("length", "turns", "context", "time", "timeout")
 """Reasons of rollouts that a limit cut short."""
 AWAY = ("EngineUnavailable", "EngineBusy", "SessionLost", "VersionPending")
@@ -313,7 +313,7 @@ AWAY = ("EngineUnavailable", "EngineBusy", "SessionLost", "VersionPending")
 NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 """Part of a reason that differs between failures that are alike: a port, an id, a time."""
 NEARLY_ALL = 0.9
-"""Share of rollouts that ended in one way, from which on that way is taken for the cause."""
+"""Least share of rollouts with the same end for which that end counts as the cause."""
 
 
 def learning_figures(run: RunMetrics) -> dict[str, Json]:
@@ -363,8 +363,8 @@ def warnings(run: RunMetrics) -> list[str]:
 
 
 def failing_alike(run: RunMetrics) -> str | None:
-    """The failure that the newest rollouts have in common, one after the other: a harness that cannot work fails like
-    that. Machines that are away do so, too, and are told of as outages.
+    """The failure that the newest consecutive rollouts have in common, as with a broken harness. Unavailable machines
+    fail in the same way, but are reported as outages.
     """
     shapes = {NUMBER.sub("#", reason) for reason in run.failures}
     if len(run.failures) < ALIKE or len(shapes) > 1 or run.failures[-1].startswith(AWAY):
@@ -373,7 +373,9 @@ def failing_alike(run: RunMetrics) -> str | None:
 
 
 def nothing_learnt(run: RunMetrics) -> str | None:
-    """The reason why all steps of a run taught it nothing; ``None`` where they may have, or there is none."""
+    """The reason why nothing was learnt in all steps of a run; ``None`` if something may have been, or there are no
+    steps.
+    """
     steps = [timed.event for timed in run.steps]
     if steps and all(map(_is_in_vain, steps)):
         groups = total(steps, "groups")

@@ -2,7 +2,7 @@
 
 Owns the layout for people at a terminal; 100 columns by 30 lines, still whole at 80 columns. Every figure comes from
 :class:`~etude.dashboard.run_metrics.RunMetrics` or from the report; nothing is measured here. A row keeps its place
-from the first second to the last, with a dash until it has something to say.
+from start to end, with a dash until it has a value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,10 +82,10 @@ def render(run: RunMetrics, config: RunConfig, now_s: float, page: str = "") -> 
 
 
 class LightTable(Table):
-    """A table whose cells are text, whoever wrote it: no markup, and nothing that a terminal obeys."""
+    """A table whose cells are plain text from any source: no markup, and no terminal control sequences."""
 
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        """Add a row; a cell that is no string is shown as it is."""
+        """Add a row; a cell other than a string is shown unchanged."""
         shown = (Text(formatting.visible(cell)) if isinstance(cell, str) else cell for cell in cells)
         super().add_row(*shown, style=style, end_section=end_section)
 
@@ -104,7 +104,7 @@ def light_table(*names: str, broken: Sequence[str] = ()) -> LightTable:
 
 
 def final_table(report: Mapping[str, Json]) -> RenderableType:
-    """Results of a finished run: the held-out gain, then how it was come by."""
+    """Results of a finished run: the held-out gain, then its details."""
     gained = ">points gained" if comparison(report, "sampled").is_rate else ">reward gained"
     gains = light_table(
         f"{formatting.count(number_at(report, 'heldout.n'))} held-out tasks", ">before", ">after", gained
@@ -369,7 +369,7 @@ def _rollouts_row(run: RunMetrics) -> Row:
 
 
 def _last_rollout_row(run: RunMetrics, now_s: float) -> Row:
-    """The newest graded rollout: which one, what it was worth, and how it ended."""
+    """The newest graded rollout: its id, its reward, and its end."""
     last = run.last_rollout
     if last is None:
         return "last", "", _missing()
@@ -453,7 +453,7 @@ def _measured(result: EvalDone) -> Text:
 
 
 def _verdict(report: Mapping[str, Json]) -> list[RenderableType]:
-    """The notice before any figure: that nothing was learnt."""
+    """The notice before all figures if nothing was learnt."""
     learning = report["learning"]
     notice = learning["nothing_learnt"] or learning["warning"] if isinstance(learning, dict) else None
     return [Text(str(notice), f"bold {WARN}"), Text()] if notice else []

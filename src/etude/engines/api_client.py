@@ -1,8 +1,9 @@
 """The HTTP client of a third-party engine server: JSON in, JSON or a stream of events out, errors by kind.
 
-Owns which answer is whose fault, and the limits of a server: one token id outside the vocabulary ends vLLM's engine
-process (seen in 0.32 without a tokenizer), so no such request may ever reach it. The paths and their meaning belong to
-the engine kinds. Nothing is tried again here: an engine of ours restarts by itself, these are restarted by their owner.
+Owns the attribution of errors to client or server, and the limits of a server: one token id outside the vocabulary ends
+vLLM's engine process (seen in 0.32 without a tokenizer), so no such request may ever reach it. The engine kinds own the
+paths and their meaning. There are no retries here: étude's own engine restarts by itself, a third-party server is
+restarted by its owner.
 """
 
 import asyncio
@@ -19,19 +20,21 @@ from etude.protocols import SamplingParams
 from etude.types import TokenIds
 
 ANSWER_TIMEOUT_S = 600.0
-"""A completion may take this long: it may be a long one behind many others."""
+"""Time limit of a completion, which may be long and queued behind many others."""
 LOAD_S = 600.0
-"""Longest time to take weights of no size: draining takes as long as the longest completion."""
+"""Time limit of a weight update, without the time for reading weights: draining takes as long as the longest
+completion.
+"""
 CONTROL_TIMEOUT_S = 10.0
-"""A call that samples nothing and loads nothing may take this long."""
+"""Time limit of a call that neither samples nor loads."""
 CONNECT_TIMEOUT_S = 5.0
-"""A machine that does not take a connection in this time is down."""
+"""Time limit for a connection: a machine that does not accept one in this time is down."""
 CLIENT_ERRORS = frozenset({400, 404, 413, 422})
-"""Statuses that mean the request was wrong, for every engine."""
+"""Statuses that mean, for every engine, that the request was wrong."""
 MESSAGE_CHARS = 500
-"""Longest part of an engine's own words in an error, in characters."""
+"""Longest part of an engine's own message in an error, in characters."""
 STREAM_END = b"[DONE]"
-"""Closes a stream of events; it is no JSON."""
+"""Last event of a stream, which is not JSON."""
 
 
 @final
@@ -39,7 +42,7 @@ class ApiClient:
     """An HTTP client of one server. The connector of ``http`` must allow a connection for each call in flight."""
 
     def __init__(self, name: str, base_url: str, http: aiohttp.ClientSession) -> None:
-        """``name`` is what the server is called in messages, e.g. ``vLLM``."""
+        """``name`` is the server's name in messages, e.g. ``vLLM``."""
         self.name = name
         self._base_url = base_url.rstrip("/")
         self._http = http
@@ -56,22 +59,20 @@ class ApiClient:
     async def post(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """The JSON answer to ``body``, ``None`` for an empty one.
 
-        Raises ``ValueError`` with the server's words if it refuses the request,
-        :class:`~etude.errors.EngineBusy` if it has too much to do, and
-        :class:`~etude.errors.EngineUnavailable` for everything else that is no answer.
+        Raises ``ValueError`` with the server's message if it refuses the request, :class:`~etude.errors.EngineBusy` if
+        it is overloaded, and :class:`~etude.errors.EngineUnavailable` for any other failure.
         """
         async with self._answer("POST", path, body, timeout_s) as response:
             return self._json(await response.read())
 
     async def order(self, path: str, body: Mapping[str, Any], timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Post ``body`` where the answer is words for people; raises as :meth:`post` does."""
+        """Post ``body`` and ignore the answer, a text for people; raises as :meth:`post` does."""
         async with self._answer("POST", path, body, timeout_s) as response:
             await response.read()
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """The JSON of each server-sent event, as it comes; closing the iterator hangs up, which cancels the request.
-
-        Raises as :meth:`post` does, also when the stream breaks off before its end was announced.
+        """The JSON of each server-sent event, as it arrives; closing the iterator closes the connection, which cancels
+        the request. Raises as :meth:`post` does, also if the stream breaks off early.
         """
         async with self._answer("POST", path, body, ANSWER_TIMEOUT_S) as response:
             async for event in event_data(response.content.iter_any()):
@@ -85,7 +86,9 @@ class ApiClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        headers = {"connection": "close"}  # a server that answered with an error drops the connection, seen too late
+        headers = {
+            "connection": "close"
+        }  # a server drops the connection after an error, which a client notices too late
         headers |= {"content-type": "application/json"} if data is not None else {}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         url = self._base_url + path
@@ -114,13 +117,13 @@ async def answering(
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """Send a request and open its response, status 200; any other raises ``error_of`` (URL, status, body).
 
-    No answer, and one that breaks off while it is read, raise :class:`~etude.errors.EngineUnavailable`.
+    A missing or interrupted answer raises :class:`~etude.errors.EngineUnavailable`.
     """
     try:
         async with request as response:
             if response.status != 200:
                 words = await response.read()
-                response.close()  # uvicorn hangs up after an error of its own: the next call must not use this line
+                response.close()  # uvicorn closes after its own errors: the next call must not reuse this connection
                 raise error_of(str(response.url), response.status, words)
             yield response
     except (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, OSError) as error:
@@ -128,14 +131,13 @@ async def answering(
 
 
 def unavailable(status: int, words: str) -> EngineUnavailable:
-    """The error for a response whose fault is the engine's, not the request's."""
+    """The error for a response that is the engine's fault, not the request's."""
     return EngineBusy(words) if status == 429 else EngineUnavailable(words)
 
 
 async def event_data(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """The data of server-sent events, whatever the boundaries of the received chunks.
-
-    aiohttp's own lines end at 128 KiB; the last event of a completion with routes is longer.
+    """The data of server-sent events, independent of the boundaries of the received chunks. aiohttp limits lines to 128
+    KiB; the last event of a completion with routes is longer.
     """
     rest = b""
     async for chunk in chunks:
@@ -154,7 +156,7 @@ class RequestLimits:
     max_length: int
     """Tokens of one sequence, prompt and completion."""
     load_s: float = LOAD_S
-    """Longest time for the server to take weights, running requests waited for."""
+    """Time limit for the server to load weights, including the wait for running requests."""
 
     def check(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
         """Raise ``ValueError`` for a request that could never be served, with the offending value."""

@@ -1,7 +1,7 @@
 """An engine without a model, for tests and simulation.
 
-Tokens are scripted or drawn at random from a seed; log probabilities are those of the draw. Time passes on the clock it
-is given, weight versions change when told to, and failures happen when asked for.
+Tokens are scripted or drawn at random from a seed, with the log-probabilities of the draw. Time is that of the given
+clock; the test sets weight versions and injects failures.
 """
 
 import hashlib
@@ -41,11 +41,13 @@ class FakeEngine:
         self._running = 0
 
     def script(self, *completions: Sequence[int]) -> None:
-        """Let the next calls sample these tokens, one completion each; each must stop or fill its allowance."""
+        """Make the next calls sample these tokens, one completion each; each must end with a stop token or at its
+        maximum length.
+        """
         self._scripts.extend(completions)
 
     def fail_next(self, calls: int) -> None:
-        """Let the next ``calls`` calls, of either method, raise :class:`~etude.errors.EngineUnavailable`."""
+        """Make the next ``calls`` calls, of either method, raise :class:`~etude.errors.EngineUnavailable`."""
         self._failures = calls
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
@@ -62,7 +64,7 @@ class FakeEngine:
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Sample one completion, then hand it out token by token."""
+        """Sample one completion, then yield it token by token."""
         whole = await self.generate(prompt_ids, params, session=session)
         last = len(whole.token_ids) - 1
         for token in range(last + 1):
@@ -74,7 +76,7 @@ class FakeEngine:
             )
 
     async def health(self) -> EngineHealth:
-        """The version, a digest made up from it, and the load; nothing ever waits."""
+        """The version, a digest derived from it, and the load; no request ever waits."""
         self._fail_if_told()
         digest = hashlib.sha256(f"fake weights {self.version}".encode()).hexdigest()
         return EngineHealth(version=self.version, digest=digest, running=self._running, waiting=0)
@@ -95,7 +97,7 @@ class FakeEngine:
             )
 
     def _draws(self, prompt_ids: TokenIds, params: SamplingParams) -> Iterator[int]:
-        """Endless tokens: a function of the prompt if greedy, of prompt and seed if seeded, else of the call."""
+        """Endless tokens: a function of the prompt if greedy, of prompt and seed if seeded, otherwise of the call."""
         if params.temperature == 0:
             key = f"greedy {as_list(prompt_ids)}"
         elif params.seed is not None:

@@ -6,20 +6,20 @@
     HttpEngine.health   ─▶ GET  /health    {"version", "digest", "running", "waiting"}
               Prometheus   GET  /metrics   the same figures
 
-A request is a JSON object. A completion is a safetensors file: arrays travel as they are, routes and sampling masks
-too, with nothing to unpickle. A stream is lines of JSON, one per chunk; the last line says how many bytes of such a
-file follow it. Every request has the engine's key (``Authorization: Bearer``), where it has one. Errors are
-``{"error": message}``: 400 for a request that can never be served, 401 for a wrong key, 413 for one that is too
-large, 503 with ``Retry-After`` while the engine is not ready, 429 with it while the engine has enough to do. What a
-vocabulary and a context can hold is the engine's to say.
+A request is a JSON object. A completion is a safetensors file: arrays, including routes and sampling masks, are sent as
+raw bytes, with nothing to unpickle. A stream is lines of JSON, one per chunk; the last line has the size of the
+completion file that follows it. If the engine has a key, every request must carry it (``Authorization: Bearer``).
+Errors are ``{"error": message}``: 400 for a request that can never be served, 401 for a wrong key, 413 for one that is
+too large, 503 with ``Retry-After`` while the engine is not ready, 429 with ``Retry-After`` while it is overloaded. The
+engine itself checks token ids and lengths.
 
-Owns the wire format, the retries while an engine restarts, and the kept-alive connections. An engine keeps nothing
-between two calls that an answer depends on, so a call whose answer was lost is simply made again. Servers of other
-people's engines speak other protocols: :mod:`etude.engines.api_client`.
+Owns the wire format, the retries while an engine restarts, and the kept-alive connections. An answer depends on no
+state of the engine between calls, so a call whose answer was lost is simply repeated. Servers of third-party engines
+use other protocols: :mod:`etude.engines.api_client`.
 
-A general HTTP client takes 60 to 150 µs of CPU for a call, ten times what it takes where the form of the answer is
-known, and that would be the largest part of a gateway's work. So whole answers come over connections of our own
-(:class:`ConnectionPool`), which understand a ``Content-Length`` and nothing else; streams go over a general client.
+A general HTTP client takes 60 to 150 µs of CPU per call, ten times as much as one that knows the form of the answer,
+and would be the largest part of a gateway's work. So whole answers use custom connections (:class:`ConnectionPool`),
+which support only ``Content-Length``; streams use a general client.
 """
 
 import asyncio
@@ -58,11 +58,13 @@ Answer = TypeVar("Answer")
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 PARAMS = tuple(field.name for field in fields(SamplingParams))
-"""The sampling parameters that travel: all of them."""
+"""Names of all sampling parameters, which a request carries."""
 MAX_LINE_BYTES = 2**20
-"""Longest line of a chunk: far more tokens than any engine has at once."""
+"""Longest line of a chunk: far more tokens than any engine returns at once."""
 FINISH = "finish"
-"""The one word of a completion that is no array: kept as its code, an index into :class:`~etude.types.Finish`."""
+"""Key of the finish reason, the only field of a completion that is not an array: stored as an index into
+:class:`~etude.types.Finish`.
+"""
 WRONG_KEY = (
     "this engine wants its key: processes of a run derive it from the run key (run.key, or ETUDE_RUN_KEY); a gateway "
     "of no run has it from ETUDE_ENGINE_KEY"
@@ -81,20 +83,22 @@ ARRAYS: Mapping[str, tuple[type[np.generic], int]] = MappingProxyType(
         "kept_ids": (np.int32, 1),
     }
 )
-"""Type and axes of everything in a completion's file."""
+"""Type and number of axes of each array in a completion file."""
 
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_SEED)]
 NonNegativeInt32 = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class _StrictModel(BaseModel):
-    """A JSON object with these fields and no others; nothing is converted."""
+    """A JSON object with exactly these fields; values are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class _Request(_StrictModel):
-    """A request: what is not said has the values of :class:`~etude.protocols.SamplingParams`, which checks the rest."""
+    """A request. Missing fields have the defaults of :class:`~etude.protocols.SamplingParams`, which checks the
+    others.
+    """
 
     prompt_ids: list[NonNegativeInt]
     session: str
@@ -117,7 +121,7 @@ class _ChunkLine(_StrictModel):
     logprobs: list[float]
     versions: list[NonNegativeInt32]
     masks: list[list[NonNegativeInt32]] | None = None
-    """The sampling mask of each token, where the engine tells it with the chunk."""
+    """The sampling mask of each token, if the engine sends it with the chunk."""
     completion_bytes: NonNegativeInt
     """Size of the completion that follows; 0 for none."""
 
@@ -146,7 +150,7 @@ def encode_completion(completion: Completion) -> bytes:
         arrays["routes"] = completion.routes
     if completion.sampling_mask is not None:
         arrays |= {"kept_offsets": completion.sampling_mask.offsets, "kept_ids": completion.sampling_mask.token_ids}
-    # Of an array with gaps safetensors would write the gaps.
+    # For a non-contiguous array, safetensors would write the gaps, too.
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
@@ -199,11 +203,13 @@ class ChunkReader:
         self._versions: list[int] = []
         self._masks: list[list[int]] = []
         self._tail_bytes = 0
-        """Size of the completion that is expected now; 0 while it is lines."""
+        """Size of the completion that is expected next; 0 while lines are expected."""
         self._is_done = False
 
     def feed(self, data: bytes) -> TokenChunk | None:
-        """The chunk that more bytes complete, if any. Raises ``ValueError`` on what is no stream of chunks."""
+        """Add received bytes; returns the chunk that they complete, if any. Raises ``ValueError`` if they are not a
+        stream of chunks.
+        """
         self._rest += data
         if self._is_done:
             self._check_end(0)
@@ -224,7 +230,7 @@ class ChunkReader:
         return self._chunk(completion)
 
     def _check_end(self, size: int) -> None:
-        """A completion ends its stream."""
+        """Check that the stream ends with its completion."""
         if len(self._rest) > size:
             raise ValueError(f"{len(self._rest) - size} bytes more behind the completion of a stream")
 
@@ -240,7 +246,7 @@ class ChunkReader:
         self._tail_bytes = chunk.completion_bytes
 
     def _chunk(self, completion: Completion | None) -> TokenChunk:
-        with np.errstate(over="ignore"):  # what becomes infinite is refused
+        with np.errstate(over="ignore"):  # infinite values are refused
             chunk = TokenChunk(
                 token_ids=np.array(self._token_ids, np.int32),
                 logprobs=np.array(self._logprobs, np.float32),
@@ -253,7 +259,7 @@ class ChunkReader:
         return chunk
 
     def _mask(self) -> SamplingMask | None:
-        """The mask of the chunk's tokens, if each of them came with its own."""
+        """The mask of the chunk's tokens, if each token has one."""
         if not self._masks:
             return None
         if len(self._masks) != len(self._token_ids):
@@ -278,7 +284,7 @@ def _check_tokens(sampled: Completion | TokenChunk) -> None:
 
 
 def _parse(kind: type[Parsed], text: bytes) -> Parsed:
-    """A JSON object of one kind. Raises ``ValueError`` naming the first field at fault."""
+    """Parse a JSON object of a model class. Raises ``ValueError`` naming the first field at fault."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
@@ -290,16 +296,16 @@ def _parse(kind: type[Parsed], text: bytes) -> Parsed:
 
 
 MAX_BODY_BYTES = 16 * 2**20
-"""A longer request is refused unread; a prompt of a million tokens fits twice."""
+"""Limit of a request body: a longer one is refused unread. Twice the size of a prompt of a million tokens."""
 RETRY_AFTER_S = 1
-"""When a caller may try again while the engine is not ready."""
+"""Value of ``Retry-After`` while the engine is not ready."""
 BINARY = "application/octet-stream"
 BUSY, UNAVAILABLE = 429, 503
 
 
 def engine_app(engine: Engine, key: str = "", routes: Iterable[web.RouteDef] = ()) -> web.Application:
-    """A web application that serves ``engine`` to those who have ``key``; to everybody, if that is empty. ``routes``
-    are further ones, of this engine alone.
+    """A web application that serves ``engine`` to clients with ``key``, or to all clients if it is empty. ``routes``
+    are additional routes of this engine.
     """
 
     async def generate(request: web.Request) -> web.StreamResponse:
@@ -337,21 +343,21 @@ def engine_app(engine: Engine, key: str = "", routes: Iterable[web.RouteDef] = (
 
 
 async def _send(chunks: AsyncIterator[TokenChunk], response: web.StreamResponse, request: web.Request) -> None:
-    """Write chunks as they come. A refusal comes before the first one, and has a status of its own."""
+    """Write chunks as they arrive. An error before the first chunk still has its own status."""
     try:
         async for chunk in chunks:
             if not response.prepared:
                 await response.prepare(request)
             await response.write(encode_chunk(chunk))
     except EngineUnavailable as error:
-        if response.prepared:  # too late for a status: the connection breaks, and with it the stream
+        if response.prepared:  # too late for a status: close the connection, which ends the stream
             raise ConnectionAbortedError(f"a stream ended early: {error}") from error
         raise
     await response.write_eof()
 
 
 def _requiring(key: str) -> Middleware:
-    """Turn away requests without the key; the time that this takes says nothing of the key."""
+    """Reject requests without the key, by a constant-time comparison."""
     expected = f"Bearer {key}".encode()
 
     @web.middleware
@@ -366,7 +372,7 @@ def _requiring(key: str) -> Middleware:
 
 @web.middleware
 async def _errors_as_responses(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors as answers."""
+    """Convert errors to responses."""
     try:
         return await handler(request)
     except ValueError as error:
@@ -387,9 +393,9 @@ def _error_response(status: int, message: str) -> web.Response:
 
 
 RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Between two tries; the last one repeats. Short, because an engine on the same machine restarts in seconds."""
+"""Pauses between tries; the last one repeats. Short, because an engine on the same machine restarts in seconds."""
 HEALTH_TIMEOUT_S = 5.0
-"""An engine that cannot say its version in this time is not healthy."""
+"""Time limit of a health check: an engine that does not answer in this time is unhealthy."""
 
 GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
@@ -399,8 +405,8 @@ SYSTEM_CLOCK = SystemClock()
 
 @asynccontextmanager
 async def http_engines(timeout_s: float, *, key: str = "") -> AsyncIterator[Callable[[str], "HttpEngine"]]:
-    """Make engine clients by URL, with no limit on calls in flight; they are closed with the context. ``key`` is that
-    of all these engines.
+    """Make engine clients by URL, with no limit on calls in flight; they are closed with the context. All engines use
+    ``key``.
     """
     async with ClientSession(connector=alert_connector()) as http:
         with ExitStack() as engines:
@@ -410,9 +416,8 @@ async def http_engines(timeout_s: float, *, key: str = "") -> AsyncIterator[Call
 class HttpEngine:
     """Talks to one engine process; implements :class:`~etude.protocols.Engine`.
 
-    ``timeout_s`` is how long an engine may be down before a call gives up. To be closed by who made it. The connector
-    of ``http`` must allow as many connections as there may be streams in flight (aiohttp allows 100 unless told
-    otherwise).
+    ``timeout_s`` is the longest outage of an engine before a call gives up. The creator closes the client. The
+    connector of ``http`` must allow a connection for each stream in flight (aiohttp's default is 100).
     """
 
     def __init__(
@@ -432,14 +437,13 @@ class HttpEngine:
         self._connections = ConnectionPool(base_url, self._headers, connect_s=CONNECT_TIMEOUT_S)
 
     def close(self) -> None:
-        """Close idle connections; ``http`` stays the caller's."""
+        """Close idle connections; the caller closes ``http``."""
         self._connections.close()
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
-        """Sample one completion, trying again while the engine is down.
-
-        Raises ``ValueError`` with the engine's words if it refuses the request, and
-        :class:`~etude.errors.EngineUnavailable` once its outages during the call come to more than ``timeout_s``.
+        """Sample one completion, with retries while the engine is down. Raises ``ValueError`` with the engine's message
+        if it refuses the request, and :class:`~etude.errors.EngineUnavailable` once its outages during the call exceed
+        ``timeout_s`` in total.
         """
         body = encode_request(prompt_ids, params, session)
         down_s = 0.0
@@ -448,7 +452,7 @@ class HttpEngine:
             try:
                 return _decoded(decode_completion, await self._post("/generate", body))
             except EngineUnavailable:
-                # Time spent on an answer that was then lost is no outage: the engine was up, and is to be had again.
+                # Time spent on an answer that was then lost is not an outage: the engine was up.
                 down_s += min(self._clock.now() - asked_at, CONNECT_TIMEOUT_S) + pause_s
                 if down_s > self._timeout_s:
                     raise
@@ -458,9 +462,8 @@ class HttpEngine:
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Sample one completion and hand out its chunks as they come; a stream that breaks is not taken up again.
-
-        Raises like :meth:`generate`, at the first trouble.
+        """Sample one completion and yield its chunks as they arrive. A broken stream is not resumed: raises like
+        :meth:`generate`, at the first failure.
         """
         body = encode_request(prompt_ids, params, session)
         async with self._request("POST", "/stream", body, GENERATE_TIMEOUT) as response:
@@ -470,19 +473,19 @@ class HttpEngine:
                 if chunk is None:
                     continue
                 if chunk.completion is not None:
-                    await response.content.read()  # to its end, or the connection could not be used again
+                    await response.content.read()  # read to the end, so that the connection can be reused
                     yield chunk
                     return
                 yield chunk
             raise EngineUnavailable(f"the engine at {self._base_url} broke off its stream")
 
     async def health(self) -> EngineHealth:
-        """Ask once. Raises :class:`~etude.errors.EngineUnavailable` at once if there is no answer."""
+        """Request the health once. Raises :class:`~etude.errors.EngineUnavailable` at once if there is no answer."""
         async with self._request("GET", "/health", None, HEALTH_TIMEOUT) as response:
             return _health(await response.read())
 
     async def _post(self, path: str, body: bytes) -> bytes:
-        """One short exchange; everything but an answer or a refusal is an unavailable engine."""
+        """Make one call; any result except an answer or a refusal means that the engine is unavailable."""
         url = self._base_url + path
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -496,14 +499,14 @@ class HttpEngine:
     def _request(
         self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """An answer with status 200, being read."""
+        """A response with status 200, while it is read."""
         url = self._base_url + path
         request = self._http.request(method, url, data=body, headers=self._headers, timeout=timeout)
         return answering(request, f"the engine at {url}", _refused)
 
 
 def _refused(url: str, status: int, answer: bytes) -> Exception:
-    """The error for an answer that is no completion."""
+    """The error for an answer that is not a completion."""
     if status in (400, 413):
         return ValueError(_error_message(answer))
     return unavailable(status, f"the engine at {url} answered {status}: {_error_message(answer)}")
@@ -537,12 +540,12 @@ def _error_message(answer: bytes) -> str:
 
 
 IDLE_S = 10.0
-"""A connection that was silent for so long is not used again: servers close theirs after a while (ours after 75 s),
-and a request that meets such an end is lost.
+"""A connection that was idle for this long is not reused: servers close idle connections (étude's after 75 s), and a
+request sent at that moment is lost.
 """
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MAX_IDLE = 1024
-"""Connections kept for later."""
+"""Most idle connections."""
 MAX_HEAD_BYTES = 64 * 1024
 """Longest head of an answer."""
 HEAD_END = b"\r\n\r\n"
@@ -556,7 +559,7 @@ class ConnectionPool:
     """Connections to one server; its creator closes it."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str] = NO_HEADERS, *, connect_s: float) -> None:
-        """``headers`` go with every request; ``connect_s`` is how long a connection may take to be made."""
+        """Every request has ``headers``; ``connect_s`` is the time limit for opening a connection."""
         parts = urlsplit(base_url)
         self._host, self._port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -564,12 +567,11 @@ class ConnectionPool:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._head = f" HTTP/1.1\r\nHost: {parts.netloc}\r\n{lines}Content-Length: ".encode()
         self._connect_s = connect_s
-        self._idle: deque[_EngineConnection] = deque()  # the last used one last
+        self._idle: deque[_EngineConnection] = deque()  # most recently used last
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of an answer. Raises ``OSError`` and ``TimeoutError`` when there is none.
-
-        Being cancelled hangs up.
+        """Status and body of an answer. Raises ``OSError`` and ``TimeoutError`` if there is none. Cancellation closes
+        the connection.
         """
         connection = self._free() or await self._connect()
         try:
@@ -591,7 +593,7 @@ class ConnectionPool:
             self._idle.pop().close()
 
     def _free(self) -> "_EngineConnection | None":
-        """The connection that was used last; those that were idle for too long are closed."""
+        """The most recently used idle connection; closes those that were idle for too long."""
         oldest_at = asyncio.get_running_loop().time() - IDLE_S
         while self._idle and self._idle[0].used_at < oldest_at:
             self._idle.popleft().close()
@@ -641,7 +643,7 @@ class _EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by descent
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not derive from it
         make_alert(transport.get_extra_info("socket"))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -664,7 +666,7 @@ class _EngineConnection(asyncio.Protocol):
             self._answer.set_result((self._status, b"".join(self._parts)))
 
     def _read_head(self) -> None:
-        """Status and length, as soon as the head is whole; what follows it is the beginning of the body."""
+        """Read status and length once the head is complete; the bytes after it begin the body."""
         data = b"".join(self._parts)
         end = data.find(HEAD_END)
         if end < 0:

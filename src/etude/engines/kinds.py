@@ -4,8 +4,8 @@
                                               updater ◀── stage, swap ── weight follower
                                               tasks ──▶ background
 
-A kind is an opener that ``engine.kind`` names, a row of ``config/inference.py:ENGINES`` where it is built in. The log
-of weights, retries, leases, events and the HTTP server are the process's, the same for all kinds.
+A kind is an opener that ``engine.kind`` names; built-in ones are rows of ``config/inference.py:ENGINES``. The weight
+log, retries, leases, events and the HTTP server belong to the process and are the same for all kinds.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -30,13 +30,15 @@ class WeightUpdate:
     """An update of an engine's weights to one version."""
 
     weights: PulledWeights
-    """All of it, in memory that is valid until the next update."""
+    """The whole version, in memory that is valid until the next update."""
     changed: Mapping[str, Sequence[ChangedNumbers]] | None
-    """The numbers that changed since the update before, by tensor; ``None``: so many that the whole state is loaded."""
+    """The numbers that changed since the previous update, by tensor; ``None``: so many that the whole state is
+    loaded.
+    """
 
 
 Swap: TypeAlias = Callable[[], Awaitable[float]]
-"""Lets the engine sample with what was staged; returns the pause in seconds. Called at most once."""
+"""Makes the engine sample with the staged weights; returns the pause in seconds. Called at most once."""
 
 
 class WeightUpdater(Protocol):
@@ -48,14 +50,13 @@ class WeightUpdater(Protocol):
         ...
 
     def stage(self, update: WeightUpdate) -> Swap:
-        """Prepare an update; nothing that serves is touched. May block: it is called in a thread.
-
-        The swap raises :class:`~etude.errors.InfrastructureError` when the engine then holds other weights.
+        """Prepare an update without touching the serving weights. May block: it is called in a thread. The swap raises
+        :class:`~etude.errors.InfrastructureError` if the engine then has other weights.
         """
         ...
 
     def settle(self) -> None:
-        """Do what the next update will be shorter for, after a swap, while nothing waits. May block."""
+        """Do work after a swap that shortens the next update, while nothing waits. May block."""
         ...
 
 
@@ -66,7 +67,7 @@ class ServedEngine:
     engine: Engine
     updater: WeightUpdater
     tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]]
-    """Run in the background as long as it serves; an error of one ends the process."""
+    """Background tasks while the engine serves; an error in one ends the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +86,8 @@ class EngineContext:
     load: Callable[[Decoder, Mapping[str, Tensor]], None]
     """Copies a published state into such a model."""
     base: Callable[[], State] | None = None
-    """Reads the frozen weights over which adapters are published; ``None`` where whole models are."""
+    """Reads the frozen weights over which adapters are published; ``None`` if whole models are published."""
 
 
 Opener: TypeAlias = Callable[[EngineContext, PulledWeights], AbstractAsyncContextManager[ServedEngine]]
-"""Opens an engine that serves these weights; raises :class:`~etude.errors.ConfigError` where it cannot."""
+"""Opens an engine that serves these weights; raises :class:`~etude.errors.ConfigError` if it cannot."""

@@ -1,9 +1,10 @@
 """Runs a command that must not outlive this process: a program of its own, with the standard library only.
 
-    us ──pipe──▶ guard ──▶ command and all its children, one process group
+    étude ──pipe──▶ guard ──▶ command and all its children, one process group
 
-The pipe closes when we end, however we end; then, and when the command ends by itself, the guard ends the whole group.
-vLLM is three processes and leaves two of them behind when the first is killed. Exits with the command's status.
+The pipe closes when the parent process ends for any reason; then, or when the command ends by itself, the guard ends
+the whole group. vLLM has three processes, and two of them survive if the first is killed. Exits with the command's
+status.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import sys
 import time
 
 STOP_S = 5.0
-"""Time that the command has to clean up."""
+"""Time for the command to clean up."""
 POLL_S = 0.1
 
 

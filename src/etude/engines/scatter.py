@@ -1,8 +1,8 @@
 """Prepared writes of changed numbers into an engine's parameters, on any device.
 
-A write names positions and bits, not differences: applied twice, or again after a crash half-way, it gives the same
-weights. Which parameter a number of a checkpoint lies in is the engine kind's business. Also runs inside vLLM's
-process, so it imports numpy, torch and numba only.
+A write has positions and bits, not differences: applied twice, or again after a crash, it gives the same weights. The
+engine kind maps numbers of a checkpoint to parameters. Also runs inside vLLM's process, so it imports only numpy, torch
+and numba.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -47,7 +47,7 @@ class Scatter:
 
     writes: tuple[Write, ...]
     reload: Callable[[], None] | None = None
-    """Loads everything instead, when something changed that cannot be written number by number."""
+    """Loads everything instead, if something changed that cannot be written number by number."""
 
     @property
     def numbers(self) -> int:
@@ -56,7 +56,7 @@ class Scatter:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Write. Nothing may read the weights meanwhile; on a GPU, what is launched after it on the stream sees it."""
+        """Write. Nothing may read the weights meanwhile; on a GPU, later launches on the same stream see the result."""
         if self.reload is not None:
             self.reload()
         for write in self.writes:

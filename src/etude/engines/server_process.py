@@ -1,10 +1,10 @@
-"""A third-party engine server as a child process: its interpreter, its start, its log and its end.
+"""A third-party engine server as a child process: its interpreter, start, log and end.
 
     checkpoint ──▶ ServerProcess ──log──▶ folder of logs         ends with this process, even if that is killed
                         └─ health ◀── ready                      (engines/process_guard.py)
 
-Such a server lives in a Python environment of its own, because its dependencies exclude ours; we never import it. Owns
-the process; what its command line says is each kind's, as is what is said to the server.
+Such a server has its own Python environment, because its dependencies conflict with étude's; étude never imports it.
+Owns the process; each engine kind owns the command line and the protocol.
 """
 
 import os
@@ -32,18 +32,18 @@ from etude.weights.state import State
 HOST = "127.0.0.1"
 """The server takes commands that load files and run code: it listens to this machine only."""
 WATCH_S = 0.2
-"""Seconds between two looks at whether the server runs."""
+"""Seconds between two checks whether the server runs."""
 START_S = 1800.0
-"""Longest time for a server to import and to compile, beside that for its checkpoint: half a minute on two cores for a
-small model, many for a large one on a GPU. One that ends is noticed at once.
+"""Longest time for a server to import and compile, in addition to loading its checkpoint: half a minute on two cores
+for a small model, many minutes for a large one on a GPU. A server that exits is noticed at once.
 """
 SLOW_DISK_BYTES_PER_S = 100e6
-"""Speed of a disk that many others share: the slowest that deadlines allow for."""
+"""Speed of a heavily shared disk: the slowest that deadlines allow for."""
 TAIL_BYTES = 4000
-"""Length of the log's end in the error of a start that failed."""
+"""Length of the end of the log in the error of a failed start."""
 STOP_S = 7.0
-"""Time in which all of its processes have to end: longer than the guard waits until it kills them, and less than we
-have ourselves.
+"""Time in which all of its processes have to end: longer than the guard waits before it kills them, and less than this
+process has itself.
 """
 
 
@@ -52,7 +52,7 @@ class ServerCommand:
     """The command line of a server, and what it needs to be run."""
 
     name: str
-    """Name of the program in messages, e.g. ``vLLM``; in small letters, that of its log."""
+    """Name of the program in messages, e.g. ``vLLM``; in lower case, that of its log."""
     argv: Sequence[str]
     environment: Mapping[str, str]
     port: int
@@ -74,7 +74,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=dict(command.environment),
-                process_group=0,  # Ctrl-C is ours to handle; docs/engines.md says why it is no session of its own
+                process_group=0,  # this process handles Ctrl-C; docs/engines.md says why it is no new session
             )
 
     @property
@@ -109,10 +109,9 @@ class ServerProcess:
             await sleep(WATCH_S)
 
     async def start_engine(self, client: ApiClient, load_s: float, start: Callable[[], Awaitable[None]]) -> None:
-        """Wait until the server answers, then ``start`` the engine on it, which makes sure of version and weights.
-        ``load_s`` is the longest time that its weights may take.
-
-        Raises :class:`~etude.errors.ConfigError` when either fails: with the same settings it would fail again.
+        """Wait until the server answers, then ``start`` the engine on it, which verifies version and weights.
+        ``load_s`` is the time limit for loading its weights. Raises :class:`~etude.errors.ConfigError` if either fails:
+        with the same settings it would fail again.
         """
         try:
             await self.ready(client, START_S + load_s)
@@ -150,7 +149,7 @@ class CheckpointWriter:
     scratch: Path
 
     def write(self, state: State) -> Path:
-        """A folder with a checkpoint of a published state; the one before is gone."""
+        """Write a published state as a checkpoint and return its folder; the previous one is removed."""
         target = self.scratch / "model"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
@@ -160,9 +159,9 @@ class CheckpointWriter:
 
 
 def find_interpreter(configured: str, *, variable: str, default: str, missing: str) -> Path:
-    """The interpreter of a server's environment: the configured one, that of a variable, or ``default`` here.
-
-    Raises :class:`~etude.errors.UserError` when there is none; ``missing`` says what is missing, and what to do.
+    """The interpreter of a server's environment: the configured one, that of an environment variable, or ``default`` in
+    the current folder. Raises :class:`~etude.errors.UserError` if there is none, with the text ``missing``: the problem
+    and its fix.
     """
     path = Path(configured or os.environ.get(variable) or default).absolute()
     if not path.exists():
@@ -171,12 +170,12 @@ def find_interpreter(configured: str, *, variable: str, default: str, missing: s
 
 
 def without_our_python(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Variables for another environment's Python: those about ours are left out."""
+    """Environment variables for another environment's Python, without those of the current one."""
     return {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}
 
 
 def to_flags(arguments: Mapping[str, Argument]) -> tuple[str, ...]:
-    """Arguments of a command line: ``--name value``, tables as JSON; a flag where it is true, nothing where false."""
+    """Arguments of a command line: ``--name value``, tables as JSON; true is a flag, false is omitted."""
     words: list[str] = []
     for name, value in arguments.items():
         if value is True:
@@ -187,7 +186,7 @@ def to_flags(arguments: Mapping[str, Argument]) -> tuple[str, ...]:
 
 
 def limits_of(model: Path, max_length: int) -> RequestLimits:
-    """The bounds of what a server of a checkpoint can serve.
+    """The request limits of a server of a checkpoint.
 
     Raises :class:`~etude.errors.UserError` if the checkpoint has no readable config.
     """

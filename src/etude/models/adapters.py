@@ -2,10 +2,10 @@
 
     frozen base ──attach──▶ adapted model ──state_of──▶ ``<projection>.lora_A.weight``, ``….lora_B.weight``, base, scale
 
-Names are those of the base's checkpoint tensors, so that each projection and expert has factors of its own whatever
-parameter it lies in: PEFT's names, without its prefix. A state also says which base it was trained on, by digest, and
-its scale: nobody can lay it over other weights by mistake. Owns where adapters go; what they compute is
-:mod:`etude.models.lora`'s.
+Names are those of the base's checkpoint tensors, so that each projection and expert has its own factors in any
+parameter layout: PEFT's names, without its prefix. A state also has its scale and the digest of the base that it was
+trained on, so it cannot be applied to other weights by mistake. Owns the placement of adapters;
+:mod:`etude.models.lora` computes them.
 """
 
 import math
@@ -23,14 +23,14 @@ from etude.models.lora import Adapters, Factors, LoraSite, LowRank
 from etude.models.naming import Views, block_views
 
 Target: TypeAlias = Literal["attention", "feed_forward", "experts"]
-"""Products that get an adapter. Routers never do: an engine's routes are replayed by what the base chose."""
+"""Products that get an adapter. Routers never do, because an engine's routes are replayed as the base chose them."""
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 BASE, SCALE = "adapter.base", "adapter.scale"
 """Names in a state: the digest of the frozen weights (uint8 [16]) and the factor of B(Ax) (float32 [1])."""
 ABOUT = (BASE, SCALE)
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of A [r,I] and B [O,r]."""
+"""Suffixes of the names of A [r,I] and B [O,r]."""
 WEIGHT = ".weight"
 SITE = "_lora"
 """A module's product with ``name`` has its adapter in ``name_lora``."""
@@ -56,7 +56,9 @@ class _Product:
     key: str
     target: Target
     projections: tuple[tuple[tuple[str, int], ...], ...]
-    """For each expert, or the one matrix: names without ``.weight`` and outputs of what lies in it."""
+    """For each expert, or for the single matrix: its projections, as names without ``.weight`` and numbers of
+    outputs.
+    """
 
     @property
     def weight(self) -> nn.Parameter:
@@ -89,10 +91,8 @@ class _Product:
 
 
 def attach(model: Decoder, spec: AdapterSpec, *, base: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
-    """Freeze a model and give it an adapter of its own, of ``dtype``, that changes nothing yet.
-
-    ``base`` is the state digest of its weights, in hex. Raises :class:`~etude.errors.UserError` where no product is of
-    the targets.
+    """Freeze a model and add an adapter of ``dtype`` that initially changes nothing. ``base`` is the state digest of
+    its weights, in hex. Raises :class:`~etude.errors.UserError` if no product is among the targets.
     """
     adapters = Adapters(bytes.fromhex(base), spec.scale, model.embedding.device)
     places = [place for place in _places(model) if place.target in spec.targets]
@@ -117,7 +117,7 @@ def count_factors(model: Decoder, spec: AdapterSpec) -> int:
 
 
 def adapter_views(model: Decoder) -> Views:
-    """Views of all that an adapted model's state has, by name."""
+    """Views of all tensors of an adapted model's state, by name."""
     for place in _places(model):
         if place.site is not None:
             yield from place.factors(place.site.own)
@@ -145,7 +145,8 @@ def check_base(model: Decoder, state: Mapping[str, Tensor]) -> None:
 
 
 def factors_of(model: Decoder, state: Mapping[str, Tensor]) -> Factors:
-    """Another adapter for an adapted model, on its device and in its type: of any rank, and of some of its products.
+    """Another adapter for an adapted model, on its device and in its type; it may have any rank and cover only some
+    products.
 
     Raises :class:`~etude.errors.DamagedError` for one of another base or another shape.
     """
@@ -179,7 +180,7 @@ def _copy(name: str, view: Tensor, tensor: Tensor) -> None:
 
 @torch.no_grad()
 def merge(model: Decoder) -> None:
-    """Add the adapter to the weights, W + scale · BA, rounded to the type that these have; the adapter is gone then."""
+    """Add the adapter to the weights, W + scale · BA, rounded to their type, and remove it."""
     for place in _places(model):
         if place.site is not None:
             place.weight.copy_(place.weight.float() + place.site.own.merged())
@@ -203,9 +204,9 @@ def _places(model: Decoder) -> Iterator[_Product]:
 
 
 def _products(block: DecoderBlock) -> Iterator[tuple[str, nn.Module, Target, tuple[str, ...]]]:
-    """The modules of a block whose products may have one, and the names of these. ``expand_latents`` is none: latent
-    attention folds it into queries and never multiplies a token with it; nor are fused experts, whose projections have
-    no names of their own.
+    """The modules of a block whose products may have an adapter, and their names. Excluded are ``expand_latents``,
+    which latent attention folds into queries and never multiplies with a token, and fused experts, whose projections
+    have no separate names.
     """
     yield "attention", block.attention, "attention", ("qkv", "compress", "expand_queries", "output")
     feed = block.feed
@@ -222,7 +223,7 @@ def _products(block: DecoderBlock) -> Iterator[tuple[str, nn.Module, Target, tup
 def _projections(
     key: str, weight: nn.Parameter, views: list[tuple[str, Tensor]]
 ) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """The checkpoint's matrices that lie in a parameter, in their order, for each expert."""
+    """The checkpoint's matrices in a parameter, in their order, for each expert."""
     storage = weight.untyped_storage()._cdata  # of weights on meta, too
     inside = sorted(
         (view.storage_offset(), name.removesuffix(WEIGHT), view)

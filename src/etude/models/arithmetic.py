@@ -1,9 +1,9 @@
 """The protocol of a decoder's arithmetic: it separates a model's structure from how its numbers are computed.
 
-Two leaves. :class:`~etude.models.fast.FastArithmetic` is torch, on any device, as fast as its libraries: a row's last
-bits depend on what else is in the batch. :class:`~etude.models.invariant.InvariantArithmetic` adds every sum up in one
-order that is written down: a token's bits depend on its own past and on nothing else, be it sampled alone, in a batch,
-after a reused prefix or in the trainer's forward pass.
+Two implementations. :class:`~etude.models.fast.FastArithmetic` uses torch on any device, as fast as its libraries: a
+row's last bits depend on the rest of the batch. :class:`~etude.models.invariant.InvariantArithmetic` computes every sum
+in one fixed order: a token's bits depend only on its own past, whether it is sampled alone, in a batch, after a reused
+prefix or in the trainer's forward pass.
 
 Shape legend: N tokens, R rows (a token once per expert it is sent to), I inputs, O outputs, H hidden, E experts, k
 experts per token, B sequences, Q query heads, K key/value heads, h heads of either kind, D width of a key,
@@ -34,20 +34,20 @@ class Dispatch:
 
 
 def inverse_of(order_R: Tensor) -> Tensor:
-    """[R]: where each pair of token and slot has its sorted row."""
+    """[R]: the sorted row of each pair of token and slot."""
     return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """The packed sequences of one forward pass of the trainer: back to back, without padding."""
+    """The packed sequences of one forward pass of the trainer: concatenated, without padding."""
 
     lengths: tuple[int, ...]
     """[B] tokens of each sequence, at least 1, on the host."""
     starts_B1: Tensor
     """int32 [B + 1]: sequence b has the rows ``starts[b]`` … ``starts[b + 1] − 1``."""
     positions_N: Tensor
-    """int64: each token's position in its own sequence, of which it sees everything up to itself."""
+    """int64: each token's position in its own sequence; it attends to everything up to itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +55,16 @@ class PagedRows:
     """The places of one step's tokens in a paged cache. Rows of one sequence are adjacent and ascend."""
 
     tables_BP: Tensor
-    """int32: the pages of each sequence in this step, in order; what is beyond its length is arbitrary but valid."""
+    """int32: the pages of each sequence in this step, in order; entries beyond its length are arbitrary but valid."""
     sequences_N: Tensor
-    """int32: which row of ``tables_BP`` each token belongs to."""
+    """int32: each token's row of ``tables_BP``."""
     positions_N: Tensor
     """int64: each token's position; it sees all positions up to its own."""
     counts: tuple[int, ...]
-    """[B] how many of the tokens each sequence has, on the host; not looked at where there are tiles."""
+    """[B] number of tokens of each sequence, on the host; ignored if there are tiles."""
     tiles_2T: Tensor | None = None
-    """int32, of a CUDA graph, whose shapes are the same for all steps: each tile's first row, and its number of rows,
-    which are neighbours and as many as a tile of the kernel takes at most.
+    """int32, for a CUDA graph, whose shapes are the same for all steps: each tile's first row and its number of rows,
+    which are adjacent and at most those of a kernel's tile.
     """
 
     @property
@@ -95,11 +95,11 @@ class AttentionRule:
 
 
 class Arithmetic(Protocol):
-    """Everything a decoder computes that is not indexing or adding. Tensors in, new tensors out.
+    """All computation of a decoder except indexing and addition. Tensors in, new tensors out.
 
-    All but the paged calls can be differentiated. An arithmetic may have a *type*: then parameters of another type are
-    rounded to it where they are used, and so are keys and values, so that a trainer with float32 parameters computes
-    what an engine with bfloat16 ones does.
+    All methods except the paged ones are differentiable. An arithmetic may have a *type*: then parameters of another
+    type are rounded to it at each use, and so are keys and values, so that a trainer with float32 parameters computes
+    the same as an engine with bfloat16 ones.
     """
 
     def embed(self, token_ids_N: Tensor, weight_VH: Tensor, scale: float = 1.0) -> Tensor:
@@ -115,7 +115,7 @@ class Arithmetic(Protocol):
         ...
 
     def gated(self, gate_up_NI: Tensor, gate: GateSpec = SILU) -> Tensor:
-        """[N,I/2]: what the gate makes of the two parts of the last axis."""
+        """[N,I/2]: the gate applied to the two parts of the last axis."""
         ...
 
     def rotate(self, x_NhD: Tensor, cosines_ND: Tensor, sines_ND: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Arithmetic(Protocol):
         ...
 
     def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
-        """[N,H]: what the experts of a token said, weighted and added up in the order of its slots."""
+        """[N,H]: the outputs of a token's experts, weighted and summed in the order of its slots."""
         ...
 
     def attend_packed(
@@ -165,7 +165,7 @@ class Arithmetic(Protocol):
     ) -> Tensor:
         """[N] float32: log-probability of each token under softmax(logits / temperature), within the mask if given.
 
-        A temperature of 0 means greedy: the logprob is 0, and so is its gradient. Can be differentiated.
+        A temperature of 0 means greedy: the logprob is 0, and so is its gradient. Differentiable.
         """
         ...
 
@@ -179,7 +179,7 @@ def expert_of_rows(rows: int, ends_E: Tensor) -> Tensor:
 def packed_rows(lengths: Sequence[int], device: torch.device) -> PackedRows:
     """The layout of packed sequences of these lengths.
 
-    Raises ``ValueError`` without sequences and on an empty one: what has no token has no place.
+    Raises ``ValueError`` without sequences or for an empty one.
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths={list(lengths)} of packed sequences: there must be some, each of at least 1 token")

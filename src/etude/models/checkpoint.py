@@ -1,8 +1,8 @@
 """Hugging Face checkpoints and published states, to and from a :class:`~etude.models.decoder.Decoder`.
 
-A *state* is ``{checkpoint name: tensor}`` with Hugging Face's names: one tensor per projection and expert. That is the
-coordinate system in which weights are stored, published and verified. Owns files; :mod:`etude.models.naming` owns the
-names, :mod:`etude.models.families` the meaning of ``config.json``.
+A *state* is ``{checkpoint name: tensor}`` with Hugging Face's names: one tensor per projection and expert. Weights are
+stored, published and verified in this form. Owns files; :mod:`etude.models.naming` owns the names,
+:mod:`etude.models.families` the meaning of ``config.json``.
 """
 
 import json
@@ -32,16 +32,16 @@ Impl: TypeAlias = Literal["native", "hf"]
 """The implementation of a model, ``model.impl``."""
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-"""Says which file each tensor is in, where a checkpoint is split."""
+"""Index of a split checkpoint: the file of each tensor."""
 CONFIG_FILE = "config.json"
 
 LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 FAULTS_NAMED = 8
-"""Tensors that do not fit are named up to this many; the rest are counted."""
+"""Number of mismatched tensors that an error names; the rest are counted."""
 DRAFT_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
-"""Ends of names, in the layer of a draft head, of what it shares with the model and some checkpoints hold twice."""
+"""Suffixes of a draft head's tensors that it shares with the model; some checkpoints store them twice."""
 TABLE_SUFFIX = ".rotary_emb.inv_freq"
-"""Ends the names of rotation tables, which old checkpoints hold and which are not needed."""
+"""Suffix of rotation tables, which old checkpoints contain and which are not needed."""
 
 
 def spec_from_shape(shape: ModelShape, vocab_size: int) -> ModelSpec:
@@ -57,7 +57,7 @@ def spec_from_shape(shape: ModelShape, vocab_size: int) -> ModelSpec:
 
 
 def state_views(model: CausalModel) -> Views:
-    """Views of all tensors of a model's state, by name: of the adapter alone where it has one."""
+    """Views of all tensors of a model's state, by name; only those of the adapter if it has one."""
     return adapter_views(model) if isinstance(model, Decoder) and model.adapters is not None else views(model)
 
 
@@ -80,8 +80,8 @@ def load_state(model: CausalModel, state: Mapping[str, Tensor]) -> None:
 def check_state(model: CausalModel, state: Mapping[str, Tensor]) -> None:
     """Compare a state's names and shapes with those of ``model``, whose weights may lie on ``meta``.
 
-    Raises :class:`~etude.errors.DamagedError` on a missing or misshapen tensor, on one that the model has no place
-    for: what it stands for would not be computed; and on an adapter of another base or scale.
+    Raises :class:`~etude.errors.DamagedError` for a missing or misshapen tensor, for one that the model does not have,
+    because it would be ignored, and for an adapter of another base or scale.
     """
     places = dict(state_views(model))
     for name in state:
@@ -132,7 +132,7 @@ def save_checkpoint(
 ) -> None:
     """Write ``config.json`` and ``model.safetensors`` that ``AutoModelForCausalLM.from_pretrained`` loads.
 
-    ``extra`` goes into the configuration as well: how the weights are quantised, where they are.
+    ``extra`` is added to the configuration, for example the quantisation of weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     dtype = str(max(state.values(), key=Tensor.numel).dtype).removeprefix("torch.")
@@ -153,13 +153,15 @@ def load_checkpoint(folder: Path, impl: Impl = "native") -> tuple[ModelSpec, dic
 class StoredCheckpoint:
     """A Hugging Face checkpoint, in one file or split, whose tensors are read one at a time.
 
-    Left out are a copy of a tied embedding, rotation tables, and layers beyond the last, which predict further tokens:
-    but for the first of them where the model has a draft head, or one is asked for.
-    Raises :class:`~etude.errors.DamagedError` naming the file, and what :func:`load_spec` raises.
+    It omits a copy of a tied embedding, rotation tables, and layers beyond the last, which predict further tokens. The
+    first of these is included if the model has a draft head, or if one is requested. Raises
+    :class:`~etude.errors.DamagedError` naming the file, and what :func:`load_spec` raises.
     """
 
     def __init__(self, folder: Path, impl: Impl = "native", *, draft: bool = False) -> None:
-        """With ``draft`` it is read as the checkpoint of a model with a draft head, whatever its configuration says."""
+        """With ``draft`` it is read as the checkpoint of a model with a draft head, even if its configuration says
+        otherwise.
+        """
         self.folder = folder
         spec = load_spec(folder, impl)
         self.spec = replace(spec, draft=True) if draft else spec
@@ -209,8 +211,8 @@ class StoredCheckpoint:
 def load_spec(folder: Path, impl: Impl = "native") -> ModelSpec:
     """The shape in a checkpoint's ``config.json``, of a model that ``impl`` computes in the trainer.
 
-    Raises :class:`~etude.errors.DamagedError` if it cannot be read, :class:`~etude.errors.UserError` if it asks for
-    what is not supported.
+    Raises :class:`~etude.errors.DamagedError` if it cannot be read, :class:`~etude.errors.UserError` if it has
+    unsupported values.
     """
     file = folder / CONFIG_FILE
     return (hf_spec if impl == "hf" else spec_of)(_read_object(file), origin=str(file))

@@ -1,12 +1,12 @@
 """One decoder for every family and for both sides: the trainer and the native engine call the same forward pass.
 
-They differ in the ``attend`` they pass, which owns keys and values (packed sequences there, a paged cache here), and in
-nothing else, so the two sides cannot drift apart. What the model computes with is its :attr:`Decoder.arithmetic`.
+They differ only in the ``attend`` that they pass, which owns keys and values (packed sequences in the trainer, a paged
+cache in the engine), so the two sides cannot diverge. :attr:`Decoder.arithmetic` does the computation.
 
 Transformers' modules compute the same function (``tests/numerics/test_hugging_face.py``: within 1e-5). They are not
-used because each brings its own attention, cache and expert kernels, so that there is no single place at which both
-sides could be made equal, and because they are slower to serve from: 566 and 374 tokens per CPU-second at batch 16 and
-64 with their continuous batching, 1,054 and 1,963 with one ``attend`` seam (20 M parameters, 16 experts, float32).
+used because each has its own attention, cache and expert kernels, so there is no single place where both sides could be
+made equal, and because they serve more slowly: 566 and 374 tokens per CPU-second at batch 16 and 64 with their
+continuous batching, 1,054 and 1,963 with one ``attend`` seam (20 M parameters, 16 experts, float32).
 
 Shape legend: N tokens, H hidden, V vocabulary, Q query heads, K key heads, D width of a key, W width of a value.
 """
@@ -31,14 +31,14 @@ from etude.models.shared_rows import SharedRows, shared_rows
 from etude.models.spec import GroupedSpec, ModelSpec, RopeSpec
 
 RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-"""Calls a module whose activations are not kept; nothing in a block is drawn at random."""
+"""Calls a module without storing its activations; a block uses no random numbers."""
 
 
 @final
 class DecoderBlock(nn.Module):
     """One transformer layer: attention, then a dense or sparse feed-forward, pre-normalised, with residuals.
 
-    In a sandwich of norms (Gemma) what the two return is normalised as well, before it is added.
+    With sandwich norms (Gemma) the outputs of both are also normalised before they are added.
     """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -73,13 +73,13 @@ class DecoderBlock(nn.Module):
         return x_NH + self._norm(arithmetic, update_NH, self.fed_gain)
 
     def _norm(self, arithmetic: Arithmetic, x_NH: Tensor, gain: Tensor | None) -> Tensor:
-        """[N,H], as it is where the layer has no such norm."""
+        """[N,H], unchanged if the layer has no such norm."""
         return x_NH if gain is None else arithmetic.norm(x_NH, gain, self._eps, self._offset)
 
 
 @final
 class RotaryTables(nn.Module):
-    """The rotary positions that some layers have in common."""
+    """The rotary positions that some layers share."""
 
     def __init__(self, spec: ModelSpec, rope: RopeSpec) -> None:
         super().__init__()
@@ -102,16 +102,17 @@ class Decoder(nn.Module):
         self.arithmetic: Arithmetic = FastArithmetic() if arithmetic is None else arithmetic
         """The arithmetic of all computation; may be replaced between forward passes."""
         self.recompute = False
-        """Activation checkpointing: a backward pass computes each block's activations again, so that one hidden state
-        per token and block in memory, a third more work, the same gradients."""
+        """Activation checkpointing: a backward pass recomputes each block's activations. Memory holds one hidden state
+        per token and block; a third more work, the same gradients.
+        """
         self.adapters: Adapters | None = None
-        """Adapters beside frozen weights: where there are any, they are the model's state."""
+        """Adapters beside frozen weights; if there are any, they alone are the model's state."""
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.blocks = nn.ModuleList(DecoderBlock(spec, layer) for layer in range(spec.layers))
         self.gain = nn.Parameter(gains(spec, spec.hidden_size))
         self.head = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.draft = DraftHead(spec, DecoderBlock(block_spec(spec), spec.layers)) if spec.draft else None
-        """Guesses further tokens; ``None`` where the spec has none."""
+        """Predicts further tokens; ``None`` if the spec has no draft head."""
         ropes = [spec.rope_of(layer) for layer in range(spec.layers)]
         distinct = list(dict.fromkeys(ropes))
         self.rotary = nn.ModuleList(RotaryTables(spec, rope) for rope in distinct)
@@ -133,7 +134,7 @@ class Decoder(nn.Module):
             yield from _matrices_of(block)
         if self.head is not None:
             yield self.head
-        if self.draft is not None:  # behind all others, so that these are the same with and without it
+        if self.draft is not None:  # after all others, so that these are the same with and without it
             yield self.draft.join
             yield from _matrices_of(self.draft.block)
 
@@ -161,11 +162,11 @@ class Decoder(nn.Module):
     def guess(
         self, hidden_NH: Tensor, token_ids_N: Tensor, positions_N: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """The draft head's two hidden states [N,H] of N tokens (:meth:`etude.models.draft.DraftHead.forward`): to go on
-        from, and to make logits of.
+        """The draft head's two hidden states [N,H] of N tokens (:meth:`etude.models.draft.DraftHead.forward`): to
+        continue from, and to compute logits from.
 
-        ``hidden_NH`` are those of the tokens before. ``attend`` gets keys and values as those of layer ``spec.layers``.
-        Gradients reach the head's own weights and nothing else.
+        ``hidden_NH`` are those of the previous tokens. ``attend`` gets keys and values as those of layer
+        ``spec.layers``. Gradients reach only the head's own weights.
         """
         assert self.draft is not None, "this model has no draft head"
         embedded_NH = self.arithmetic.embed(token_ids_N, self.embedding.detach(), self.spec.embedding_scale)
@@ -176,11 +177,11 @@ class Decoder(nn.Module):
     def forward_packed(
         self, token_ids_N: Tensor, lengths: Sequence[int] | None = None, routing: Routing | None = None
     ) -> Tensor:
-        """Hidden states [N,H] of whole sequences that lie back to back in ``token_ids_N`` (int64).
+        """Hidden states [N,H] of whole sequences concatenated in ``token_ids_N`` (int64).
 
-        ``lengths`` says how many tokens each of them has; without it all tokens are one sequence. Positions start anew
-        with every sequence, no sequence sees another and no token its future. What several of them begin with is
-        computed once, on a CPU and without experts. Raises ``ValueError`` where the lengths are not those of N tokens.
+        ``lengths`` are the tokens of each sequence; without it all tokens are one sequence. Positions restart with
+        every sequence, sequences do not attend to each other, and attention is causal. On a CPU and without experts,
+        common prefixes are computed once. Raises ``ValueError`` if the lengths do not add up to N.
         """
         lengths = (len(token_ids_N),) if lengths is None else lengths
         if sum(lengths) != len(token_ids_N):
@@ -199,7 +200,7 @@ class Decoder(nn.Module):
         return hidden_NH
 
     def _forward_shared(self, token_ids_N: Tensor, rows: PackedRows, shared: SharedRows) -> Tensor:
-        """Hidden states [N,H], each row computed once; attention alone sees whole sequences."""
+        """Hidden states [N,H], each shared row computed once; only attention works on whole sequences."""
 
         def attend(_layer: int, q_UQD: Tensor, k_UKD: Tensor, v_UKW: Tensor, rule: AttentionRule) -> Tensor:
             q_NQD, k_NKD, v_NKW = (x.index_select(0, shared.rows_N) for x in (q_UQD, k_UKD, v_UKW))

@@ -1,8 +1,8 @@
 """Feed-forward layers: dense, or mixture of experts with a router; and the routes of a forward pass.
 
-A trainer whose arithmetic differs from the engine's in the last digit sends some tokens to other experts, and credits
-those. *Replay* sends them where the engine did; gates are still the live router's, so that it learns. The plausibility
-floor limits how far a replayed choice may be from what the live router would choose by now.
+A trainer whose arithmetic differs from the engine's in the last digits routes some tokens to other experts, and credits
+the wrong ones. *Replay* uses the engine's routes; gates are still the live router's, so that it learns. The
+plausibility floor limits the difference between a replayed choice and the live router's current choice.
 
 Shape legend: N tokens, H hidden, S sparse layers, E experts, k experts per token, R rows (a token once per expert it is
 sent to), I inputs, O outputs, G groups of experts, g experts in a group, e experts of this rank.
@@ -23,21 +23,21 @@ from etude.models.spec import GROUP_WITNESSES, SILU, ExpertsSpec, GateSpec, Mode
 from etude.types import NO_ROUTE
 
 TINIEST_SUM = 1e-20
-"""Added to what gates are divided by: all sigmoids of a token may be 0."""
+"""Added to the divisor of gates, because all sigmoids of a token may be 0."""
 
 
 class Rounding(Protocol):
     """A low-precision number format, as it affects the products of experts.
 
-    Differentiated straight through. Its leaves are :class:`~etude.models.lowprecision.ExpertFormat`.
+    Gradients are straight-through. Implemented by :class:`~etude.models.lowprecision.ExpertFormat`.
     """
 
     def activation(self, x_RI: Tensor) -> Tensor:
-        """[R,I] numbers that the format has; a row's depend on that row alone."""
+        """[R,I] values of the format; each row depends on that row alone."""
         ...
 
     def weight(self, w_EOI: Tensor, *, parts: int) -> Tensor:
-        """[E,O,I] numbers that the format has; in each of the E lie ``parts`` matrices below each other."""
+        """[E,O,I] values of the format; each of the E consists of ``parts`` stacked matrices."""
         ...
 
 
@@ -64,14 +64,14 @@ class Routing:
     """The routes of one forward pass, replayed and recorded; a new object for every pass.
 
     ``replay`` (int64 [N,S,k]) are the experts to use instead of the live router's, in the order of their slots. A token
-    with ``NO_ROUTE`` in a layer's row is routed live there. Ids are used as indices: checking them is the caller's.
+    with ``NO_ROUTE`` in a layer's row is routed live there. The caller checks the ids, which are used as indices.
 
-    ``floor`` (0 … 1) rejects what has become implausible: a replayed expert whose score is below ``floor`` times the
-    k-th best score of the live router. The live router's best expert that the row does not have yet takes its place. So
-    with a model's own routes nothing is replaced, and with a floor of 0 nothing ever is. For a router that chooses by
-    score plus correction the expert's sum is compared, and falls short of the k-th best sum by the same difference.
+    ``floor`` (0 … 1) rejects implausible experts: a replayed expert whose score is below ``floor`` times the k-th best
+    score of the live router is replaced by the live router's best expert that is not in the row. So nothing is replaced
+    with a model's own routes, or with a floor of 0. For a router that chooses by score plus correction, the expert's
+    sum may be below the k-th best sum by the same difference.
 
-    ``record`` says that :meth:`recorded` will be asked for.
+    ``record`` enables :meth:`recorded`.
     """
 
     def __init__(self, *, replay: Tensor | None = None, floor: float = 0.0, record: bool = False) -> None:
@@ -81,13 +81,13 @@ class Routing:
         self.floor = floor
         self._record = record
         self._recorded_NSk: Tensor | None = None
-        # By layer, so that a layer that is computed again, for its gradient, does not count twice.
+        # By layer, so that a layer recomputed for its gradient does not count twice.
         self._flips: dict[int, Tensor] = {}
         self._replaced: dict[int, Tensor] = {}
         self._pairs: dict[int, Tensor] = {}
 
     def begin(self, tokens: int, spec: ModelSpec, device: torch.device) -> None:
-        """Called by the decoder before its first layer. Raises ``ValueError`` if the replay is not of its shape."""
+        """Called by the decoder before its first layer. Raises ``ValueError`` if the replay has another shape."""
         expected = (tokens, *spec.routes_shape)
         if self.replay_NSk is not None and (self.replay_NSk.shape != expected or self.replay_NSk.dtype != torch.int64):
             actual = f"{self.replay_NSk.dtype} {list(self.replay_NSk.shape)}"
@@ -98,8 +98,8 @@ class Routing:
     def settle(self, layer: int, live_Nk: Tensor, ranking_NE: Tensor, slack_N1: Tensor | None) -> Tensor:
         """[N,k] the experts to use in sparse layer ``layer``, given the live router's choice, best first.
 
-        ``ranking_NE`` is what the router chose by; a replayed expert ranking more than ``slack_N1`` below the live
-        choice's last is implausible, none is where that is ``None``.
+        ``ranking_NE`` are the values that the router chose by. A replayed expert more than ``slack_N1`` below the last
+        live choice is implausible; with ``None``, none is.
         """
         experts_Nk = live_Nk
         if self.replay_NSk is not None:
@@ -116,17 +116,17 @@ class Routing:
 
     @property
     def pairs(self) -> int:
-        """Replayed pairs of token and expert, over all sparse layers."""
+        """Number of replayed pairs of token and expert, over all sparse layers."""
         return _total(self._pairs)
 
     @property
     def flips(self) -> int:
-        """The pairs among those whose expert the live router would not have chosen."""
+        """Number of these pairs whose expert the live router would not have chosen."""
         return _total(self._flips)
 
     @property
     def replaced(self) -> int:
-        """The pairs among the flips whose expert was implausible."""
+        """Number of flips whose expert was implausible."""
         return _total(self._replaced)
 
     def _replayed(self, layer: int, live_Nk: Tensor, ranking_NE: Tensor, slack_N1: Tensor | None) -> Tensor:
@@ -161,14 +161,14 @@ class ExpertRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.count, hidden_size))
         self.bias = nn.Parameter(torch.zeros(spec.count)) if spec.bias else None
         self.correction = Precise(torch.zeros(spec.count), persistent=True) if spec.scoring == "sigmoid" else None
-        """[E] moved by load balancing, not by gradients."""
+        """[E] changed by load balancing, not by gradients."""
 
     def forward(self, x_NH: Tensor, arithmetic: Arithmetic, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """[N,H] → experts [N,k] int64 and their gates [N,k] float32; gradients flow through the gates."""
         if self.correction is None:
             scores_NE = arithmetic.linear(
                 x_NH, self.weight, self.bias
-            ).float()  # softmax comes after the choice: it keeps order
+            ).float()  # softmax comes after the choice, as it preserves the order
             ranking_NE = scores_NE.detach()
         else:
             scores_NE = _sigmoid(arithmetic, arithmetic.linear(x_NH.float(), self.weight, self.bias))
@@ -193,7 +193,7 @@ class ExpertRouter(nn.Module):
         return arithmetic.best(ranking_NE, spec.per_token)
 
     def _slack(self, ranking_NE: Tensor, live_Nk: Tensor, floor: float) -> Tensor:
-        """[N,1] how far below the k-th best an expert ranks whose score is ``floor`` times that one's score."""
+        """[N,1] distance below the k-th best of an expert whose score is ``floor`` times the k-th best score."""
         last_N1 = live_Nk[:, -1:]
         if self.correction is None:
             return torch.full_like(last_N1, -math.log(floor), dtype=ranking_NE.dtype)  # logits: e^(a − b) is the ratio
@@ -210,7 +210,7 @@ class ExpertRouter(nn.Module):
             gates_Nk = arithmetic.softmax(scores_NE).gather(1, experts_Nk)
         else:
             gates_Nk = scores_NE.gather(1, experts_Nk)
-            if spec.normalise:  # added up slot by slot: the order of torch's sums is not written down anywhere
+            if spec.normalise:  # summed slot by slot, because the order of torch's sums is undocumented
                 total_N = functools.reduce(torch.add, gates_Nk.unbind(-1))
                 gates_Nk = gates_Nk / (total_N + TINIEST_SUM).unsqueeze(-1)
         return gates_Nk if spec.scale == 1.0 else gates_Nk * spec.scale
@@ -224,9 +224,8 @@ class ExpertParallel(Protocol):
         ...
 
     def all_to_all(self, rows_RI: Tensor, ends_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """[R,O]: each row computed by the rank that has its expert, in the order that rows came in.
-
-        ``compute`` takes the rows of this rank's experts, in their order, and where each expert's end.
+        """[R,O]: each row computed by the rank that has its expert, in the original order of rows. ``compute`` takes
+        the rows of this rank's experts, in the order of experts, and the end of each expert's rows.
         """
         ...
 
@@ -235,20 +234,20 @@ class ExpertParallel(Protocol):
 class RoutedExperts(nn.Module):
     """The matrices of a layer's routed experts, and their computation.
 
-    Parameters lie as checkpoints have them: *fused* ones [E,I,O], all others [E,O,I].
+    Parameters have the layout of checkpoints: *fused* ones [E,I,O], all others [E,O,I].
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, gate: GateSpec) -> None:
         super().__init__()
         self._gate = gate
         self.is_fused = spec.fused
-        """True if the matrices lie as [E,I,O]."""
+        """True if the matrices are stored as [E,I,O]."""
         self.format: Rounding | None = None
-        """The format that the products round numbers to; ``None`` takes numbers as they are."""
+        """The format that the products round numbers to; ``None``: no rounding."""
         self.published = False
-        """True if the matrices are published ones, which have been rounded to the format already."""
+        """True if the matrices are published ones, which are already rounded to the format."""
         self.parallel: ExpertParallel | None = None
-        """Expert parallelism; ``None`` has all experts on this rank."""
+        """Expert parallelism; ``None``: all experts are on this rank."""
         inner, outer = (2 * spec.size, hidden_size), (hidden_size, spec.size)
         self.gate_up = nn.Parameter(torch.empty(spec.count, *(reversed(inner) if spec.fused else inner)))
         self.gate_up_bias = nn.Parameter(torch.zeros(spec.count, inner[0])) if spec.bias else None
@@ -258,7 +257,7 @@ class RoutedExperts(nn.Module):
         self.down_lora: LoraSite | None = None
 
     def forward(self, rows_RH: Tensor, ends_E: Tensor, arithmetic: Arithmetic, tokens_R: Tensor) -> Tensor:
-        """[R,H] rows in the order of their experts, as :meth:`rounded` made them, of these tokens → [R,H]."""
+        """[R,H] rows from :meth:`rounded`, in the order of their experts → [R,H]."""
 
         def compute(rows_RH: Tensor, ends_E: Tensor) -> Tensor:
             gate_up_EOI, gate_up_EO = self._matrices(self.gate_up, parts=2), self._local(self.gate_up_bias)
@@ -275,7 +274,7 @@ class RoutedExperts(nn.Module):
         return compute(rows_RH, ends_E) if self.parallel is None else self.parallel.all_to_all(rows_RH, ends_E, compute)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Activations as products take them."""
+        """Activations rounded to the format of the products."""
         return x if self.format is None else self.format.activation(x)
 
     def _local(self, parameter: Tensor | None) -> Tensor | None:
@@ -317,8 +316,8 @@ class Experts(nn.Module):
 def substituted(asked_Nk: Tensor, rejected_Nk: Tensor, live_Nk: Tensor, taken_Nk: Tensor) -> Tensor:
     """[N,k] the requested experts, rejected ones replaced by live ones not in ``taken``, best first.
 
-    No live expert is rejected, so a row has at least as many live experts that are free as it has rejected ones: of k
-    live ones at most the k − r that were kept are taken. Nothing waits for the device.
+    No live expert is rejected, so a row has enough free live experts for its r rejected ones: at most k − r of the k
+    live ones are already in the row. Nothing waits for the device.
     """
     free_first_Nk = taken_Nk.to(torch.uint8).argsort(dim=-1, stable=True)
     substitutes_Nk = live_Nk.gather(1, free_first_Nk)
@@ -327,7 +326,7 @@ def substituted(asked_Nk: Tensor, rejected_Nk: Tensor, live_Nk: Tensor, taken_Nk
 
 
 def _sigmoid(arithmetic: Arithmetic, x_NE: Tensor) -> Tensor:
-    """[N,E]: 1/(1 + e⁻ˣ), as the softmax of (x, 0): the last bits of torch's own depend on where a number lies."""
+    """[N,E]: 1/(1 + e⁻ˣ), as the softmax of (x, 0): the last bits of torch's sigmoid depend on a number's position."""
     pairs = torch.stack((x_NE, torch.zeros_like(x_NE)), dim=-1)
     return arithmetic.softmax(pairs.flatten(0, 1))[:, 0].view(x_NE.shape)
 

@@ -1,10 +1,10 @@
 """Model families: Hugging Face's ``config.json`` to a model spec and back.
 
 Read: ``qwen3``, ``qwen3_moe``, ``qwen2``, ``llama``, ``mistral``, ``deepseek_v3``, ``kimi_k2``, ``glm4_moe`` (GLM-4.5,
-4.6), ``gemma3_text`` and ``gpt_oss``, as transformers 4 and 5 write them. A value that would change the computation and
-is not supported is refused by name, never ignored; a key that is absent is what transformers takes it for in that
-family, or refused. Written: the family whose model computes the same, so ``mistral`` without a window comes back as
-``llama`` and ``kimi_k2`` as ``deepseek_v3``.
+4.6), ``gemma3_text`` and ``gpt_oss``, as transformers 4 and 5 write them. An unsupported value that would change the
+computation is refused by name, never ignored; an absent key has transformers' default for that family, or is refused.
+Written: the family whose model computes the same, so ``mistral`` without a window is written as ``llama`` and
+``kimi_k2`` as ``deepseek_v3``.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,18 +32,18 @@ from etude.types import Json
 T = TypeVar("T", int, float, bool, str)
 Config: TypeAlias = dict[str, Json]
 DRAFT = "draft_head"
-"""Key of our own: a draft head is a part of the model. ``num_nextn_predict_layers`` alone is no reason to load one."""
+"""étude's own key: a draft head is part of the model. ``num_nextn_predict_layers`` alone does not load one."""
 
 
 MOST_LAYERS = 10_000
-"""No model has as many; each is a row of its spec."""
+"""Upper limit of layers, above that of any model; the spec has a row per layer."""
 
 
 def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
     """The model spec of a ``config.json``; ``origin`` names the file in messages.
 
-    Raises :class:`~etude.errors.DamagedError` for what is missing, mistyped or contradictory, and
-    :class:`~etude.errors.UserError` for what is not supported.
+    Raises :class:`~etude.errors.DamagedError` for missing, mistyped or contradictory values, and
+    :class:`~etude.errors.UserError` for unsupported ones.
     """
     fields = ConfigFields(config, origin)
     family = fields.read("model_type", str)
@@ -142,8 +142,8 @@ class ConfigFields:
         return value
 
     def expect(self, name: str, value: Json, *, fix: str, absent: Json = None) -> None:
-        """Refuse any other value than this one; null will do, too, and so will a key that is not there unless it stands
-        for another value, ``absent``.
+        """Refuse any other value than ``value``. Null is accepted, and so is an absent key, unless its default
+        ``absent`` is another value.
         """
         actual = self._values.get(name, absent)
         if actual is not None and actual != value:
@@ -161,7 +161,7 @@ def _model(
     sparse_layers: tuple[int, ...] = (),
     window: WindowSpec | None = None,
 ) -> ModelSpec:
-    """The fields that all families name alike."""
+    """The fields with the same names in all families."""
     layers = fields.read("num_hidden_layers", int)
     return ModelSpec(
         vocab_size=fields.read("vocab_size", int),
@@ -180,7 +180,7 @@ def _model(
 
 
 def _window(fields: ConfigFields, kinds: list[Json], size: int | None) -> WindowSpec | None:
-    """The layers with a window: those that ``layer_types`` says, or ``kinds`` where there is no such key."""
+    """The layers with a window: those in ``layer_types``, or in ``kinds`` if there is no such key."""
     kinds = fields.items("layer_types") or kinds
     unknown = [kind for kind in kinds if kind not in (FULL, SLIDING)]
     if unknown:
@@ -194,7 +194,7 @@ def _window(fields: ConfigFields, kinds: list[Json], size: int | None) -> Window
 
 
 def _qwen_window(fields: ConfigFields) -> WindowSpec | None:
-    """Qwen's: in the upper layers, if it is in use."""
+    """Qwen's window: in the upper layers, if enabled."""
     layers = fields.read("num_hidden_layers", int)
     size = fields.optional("sliding_window", int, 4096) if fields.read("use_sliding_window", bool, False) else None
     first = layers if size is None else fields.read("max_window_layers", int, 28)
@@ -210,8 +210,8 @@ def _grouped(
     kv_heads: int | None = None,
     head_dim: int | None = None,
 ) -> GroupedSpec:
-    """``kv_heads`` and ``head_dim`` where a ``config.json`` has no such keys; null is one for each head, all together
-    as wide as the model.
+    """Grouped attention; ``kv_heads`` and ``head_dim`` are defaults for absent keys. Null means one key head per head,
+    and heads that are together as wide as the model.
     """
     heads = fields.read("num_attention_heads", int)
     return GroupedSpec(
@@ -313,7 +313,7 @@ def _glm4_moe(fields: ConfigFields) -> ModelSpec:
 
 
 def _sigmoid_experts(fields: ConfigFields, *, groups: int, top_groups: int, scale: float) -> ExpertsSpec:
-    """DeepSeek-V3's router; the rest is for a ``config.json`` that has no such keys."""
+    """DeepSeek-V3's router; the other arguments are defaults for absent keys."""
     size = fields.read("moe_intermediate_size", int)
     return ExpertsSpec(
         count=fields.optional("n_routed_experts", int) or fields.read("num_local_experts", int),
@@ -357,7 +357,7 @@ def _gemma3(fields: ConfigFields) -> ModelSpec:
 
 
 def _local_rope(fields: ConfigFields) -> RopeSpec:
-    """Gemma's second rope, of layers with a window."""
+    """Gemma's second rope, for layers with a window."""
     parameters = fields.part("rope_parameters").get(SLIDING) or {}
     theta = fields.read("rope_local_base_freq", float, 10_000.0)
     return _rope(
@@ -391,7 +391,7 @@ def _gpt_oss(fields: ConfigFields) -> ModelSpec:
 
 
 def _rope_values(fields: ConfigFields, kind: str = "") -> Config:
-    """``rope_scaling`` of transformers 4, or ``rope_parameters`` of 5, of layers of a ``kind`` where these differ."""
+    """``rope_scaling`` of transformers 4 or ``rope_parameters`` of 5, for layers of a ``kind`` if these differ."""
     values = fields.part("rope_parameters")
     values = fields.part("rope_scaling") or ConfigFields(values, fields.origin).part(kind) or values
     return {name: value for name, value in values.items() if name not in (FULL, SLIDING)}
@@ -407,7 +407,7 @@ def _rope(
 ) -> RopeSpec:
     """``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of transformers 4.
 
-    ``theta`` and ``absent`` are for a ``config.json`` that has no such keys.
+    ``theta`` and ``absent`` are defaults for absent keys.
     """
     origin = f"{fields.origin}: rope_parameters"
     values = _rope_values(fields, kind) or dict(absent)
@@ -468,7 +468,7 @@ FAMILIES: Mapping[str, Callable[[ConfigFields], ModelSpec]] = MappingProxyType(
 )
 """The reader of each ``model_type``."""
 PARTLY_ROTARY = ("glm4_moe",)
-"""Families that may turn a part of each head only."""
+"""Families that may rotate only a part of each head."""
 WINDOWED = ("qwen2", "qwen3", "qwen3_moe")
 """Families whose windows can be switched on."""
 LAYERED = ("gemma3_text", "gpt_oss", "qwen2", "qwen3")
@@ -489,7 +489,7 @@ GPT_OSS_ROPE: Mapping[str, Json] = MappingProxyType(
         "original_max_position_embeddings": 4096,
     }
 )
-"""The rope of a gpt-oss without one, as transformers takes it."""
+"""Transformers' default rope of gpt-oss."""
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------
@@ -525,7 +525,7 @@ def _grouped_config(spec: ModelSpec, attention: GroupedSpec) -> Config:
 
 
 def _grouped_family(spec: ModelSpec, attention: GroupedSpec) -> tuple[str, str]:
-    """(model_type, architecture) by what the layers have."""
+    """(model_type, architecture), by the features of the layers."""
     if attention.normed and attention.bias == attention.output_bias:
         return ("qwen3_moe", "Qwen3MoeForCausalLM") if spec.experts else ("qwen3", "Qwen3ForCausalLM")
     if spec.experts is None and not attention.normed:
@@ -537,7 +537,7 @@ def _grouped_family(spec: ModelSpec, attention: GroupedSpec) -> tuple[str, str]:
 
 
 def _window_config(spec: ModelSpec, family: str) -> Config:
-    """The keys of windows of families that may have them."""
+    """The window keys of families that may have windows."""
     if spec.window is None:
         return {"use_sliding_window": False}
     size: Config = {"sliding_window": spec.window.size}

@@ -1,6 +1,6 @@
-"""Arithmetic by torch's own kernels: any device, any type, no promise about last bits.
+"""Arithmetic by torch's own kernels: any device, any type, no guarantee about the last bits.
 
-On a CUDA device the steps for which torch launches several kernels, or has none, are :mod:`etude.models.kernels.gpu`'s.
+On a CUDA device, :mod:`etude.models.kernels.gpu` computes the steps for which torch has no single kernel.
 
 Shape legend: see :mod:`etude.models.arithmetic`.
 """
@@ -39,10 +39,9 @@ BLACKWELL = 10
 class FastArithmetic:
     """Implements :class:`~etude.models.arithmetic.Arithmetic`; nothing in it waits for the device.
 
-    Activations have its type, or that of the model's parameters; parameters are rounded to it where they are used, and
-    for a backward pass again, so that no rounded copy of one is kept in between.
-    ``products`` is another, narrower type, to which factors and results of matrix products are rounded; activations
-    keep theirs.
+    Activations have its type, or that of the model's parameters. Parameters are rounded to it at each use, and again
+    for the backward pass, so that no rounded copy is stored in between. ``products`` is a narrower type, to which
+    factors and results of matrix products are rounded; activations keep their type.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, products: torch.dtype | None = None) -> None:
@@ -95,7 +94,7 @@ class FastArithmetic:
         return x_NhD * cosines + torch.cat([-high, low], -1) * sines
 
     def best(self, scores_NE: Tensor, k: int) -> Tensor:
-        """[N,k]; of equal scores, any."""
+        """[N,k]; ties are broken arbitrarily."""
         return scores_NE.topk(k, -1).indices
 
     def softmax(self, scores_NE: Tensor) -> Tensor:
@@ -145,7 +144,8 @@ class FastArithmetic:
     def attend_packed(
         self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, rule: AttentionRule
     ) -> Tensor:
-        """[N,Q,W] in one call where flash attention can, else in one for each run of sequences of the same length.
+        """[N,Q,W] in one call if flash attention supports it, otherwise in one call for each run of sequences of equal
+        length.
 
         On a CPU rows padded to the longest take up to 2.4 times as long, one call under a mask of blocks 7 to 14 times.
         """
@@ -172,7 +172,7 @@ class FastArithmetic:
         values_PKSW[pages_N, :, places_N] = v_NKW.to(values_PKSW.dtype)
 
     def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, rule: AttentionRule) -> Tensor:
-        """[N,Q,W]: sequences with one token together, every other one by itself."""
+        """[N,Q,W]: sequences with one token in one batch, every other one by itself."""
         rule = self._rounded_rule(rule, q_NQD)
         if q_NQD.is_cuda:
             from etude.models.kernels.gpu import paged_attention
@@ -223,7 +223,9 @@ def rounded_to(number: float, dtype: torch.dtype) -> float:
 
 
 class _RoundedLinear(torch.autograd.Function):
-    """torch's linear map by a rounded parameter, which is rounded again for the backward pass instead of being kept."""
+    """torch's linear map by a rounded parameter, which is rounded again for the backward pass instead of being
+    stored.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, rounded: Rounded) -> Tensor:
@@ -234,7 +236,7 @@ class _RoundedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Gradients of x, weight and bias: the products that torch's own makes, to the last bit."""
+        """Gradients of x, weight and bias, bit-identical to torch's own."""
         x_NI, weight_OI = ctx.saved_tensors
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         return (
@@ -258,7 +260,7 @@ class _RoundedGrouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        """Gradients of x and weight: the products that torch's own makes, to the last bit."""
+        """Gradients of x and weight, bit-identical to torch's own."""
         x_RI, ends_E, weight_EOI = ctx.saved_tensors
         of_x, _, of_weight, _ = ctx.needs_input_grad
         grad_RO = grad_RO.contiguous()
@@ -276,8 +278,7 @@ def weight_gradient(
 ) -> Tensor:
     """[E,O,I] of a grouped product; with ``guard`` the gradient of an expert without rows is set to 0.
 
-    ``multiply`` is torch's product, which on Blackwell leaves in such a gradient what its memory had before
-    (pytorch/pytorch#172439).
+    ``multiply`` is torch's product, which on Blackwell leaves such a gradient uninitialised (pytorch/pytorch#172439).
     """
     grad_EOI = multiply(grad_RO.t(), x_RI, offs=ends_E)
     if guard:
@@ -293,7 +294,7 @@ def _leaves_garbage(device: torch.device) -> bool:
 
 
 def _is_parameter(weight: Tensor) -> bool:
-    """True if a weight, or what it is a view of, stays in memory anyway: a parameter, not something computed."""
+    """True if a weight, or the base of its view, is a parameter, which stays in memory anyway."""
     whole = weight if weight._base is None else weight._base
     return whole.is_leaf and whole.requires_grad
 
@@ -305,13 +306,13 @@ def multiplies_bfloat16() -> bool:
 
 
 FLASH_WIDTH, FLASH_STEP = 256, 8
-"""The widest head that flash attention takes, and what widths must be multiples of."""
+"""The widest head that flash attention supports, and the granularity of widths."""
 SINK_COLUMNS = 8
-"""Columns that sinks add to keys, of which one is needed: widths stay multiples of what kernels on GPUs want."""
+"""Columns that sinks add to keys. One is needed; eight keep widths at multiples that GPU kernels require."""
 EVERYTHING = -1
-"""Flash attention's window without end."""
+"""Flash attention's value for an unlimited window."""
 QUERIES_AT_A_TIME = 512
-"""Neighbours whose windows are read together: few read little beyond them, many cost fewer calls."""
+"""Adjacent queries whose windows are read together: fewer read fewer unneeded keys, more need fewer calls."""
 
 
 def _flashes(q_NQD: Tensor, v_NKW: Tensor) -> bool:
@@ -337,7 +338,7 @@ def _gated(gate_up_NI: Tensor, spec: GateSpec) -> Tensor:
 
 
 def _flash(q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, rule: AttentionRule) -> Tensor:
-    """[N,Q,W]: no sequence sees another, for the kernel knows where each begins."""
+    """[N,Q,W]: sequences do not attend to each other, because the kernel gets the start of each."""
     starts, longest = rows.starts_B1, max(rows.lengths)
     bounds = (EVERYTHING if rule.window is None else rule.window - 1, 0)  # to the left and to the right
     out_NQW: Tensor = _varlen()(
@@ -350,8 +351,8 @@ def _flash(q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, rule: 
 def _varlen() -> Callable[..., Any]:
     """Torch's flash attention over packed sequences, with query heads that share key heads.
 
-    Torch 2.11 sees that from the numbers of heads, later ones want to be told. Imported where a CUDA device is met: it
-    takes 1.5 seconds and 72 MB that other machines should not pay.
+    Torch 2.11 infers that from the numbers of heads, later versions need an argument. Imported only with a CUDA device:
+    the import takes 1.5 seconds and 72 MB.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -376,7 +377,7 @@ def _attend_run(run: tuple[int, int], q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tenso
 def attend_last(q_BQTD: Tensor, k_BKXD: Tensor, v_BKXW: Tensor, rule: AttentionRule) -> Tensor:
     """[B,Q,T,W]: causal attention of queries that are the last T of X tokens, some at a time under a mask.
 
-    Where there is a window only the keys that some of them see are read.
+    With a window, only the keys that some of them see are read.
     """
     queries, keys = q_BQTD.shape[2], k_BKXD.shape[2]
     parts = []
@@ -415,17 +416,17 @@ def pages_of(positions: int, page: int) -> int:
 
 
 def _visible(positions: Tensor, reach_BT: Tensor, rule: AttentionRule) -> Tensor:
-    """[B,1,T,X] bool: which ``positions``, [X] or [B,X], each token sees."""
+    """[B,1,T,X] bool: the ``positions``, [X] or [B,X], that each token sees."""
     back_BTX = reach_BT[..., None] - (positions if positions.ndim == 1 else positions[:, None])
     visible_BTX = back_BTX >= 0
     return (visible_BTX if rule.window is None else visible_BTX & (back_BTX < rule.window))[:, None]
 
 
 def attend_masked(q_BQTD: Tensor, k_BKXD: Tensor, v_BKXW: Tensor, visible_B1TX: Tensor, rule: AttentionRule) -> Tensor:
-    """[B,Q,T,W]: attention to what is visible.
+    """[B,Q,T,W]: attention to the visible keys.
 
-    A sink is one more key, with a value of 0, that everybody sees. It has a column of its own, which is 1 there, 0 in
-    all other keys, and in queries what makes the score that of their head.
+    A sink is an additional key with a value of 0 that all queries see. It uses an extra column: 1 in this key, 0 in all
+    other keys, and in queries the factor that gives the head's sink score.
     """
     if rule.sinks_Q is not None:
         width, sinks_Q11 = k_BKXD.shape[-1], (rule.sinks_Q / rule.scale)[:, None, None]
@@ -440,10 +441,12 @@ def attend_masked(q_BQTD: Tensor, k_BKXD: Tensor, v_BKXW: Tensor, visible_B1TX: 
 
 
 def _allowed(mask: MaskTensors, logits_NV: Tensor) -> Tensor:
-    """[N,V] bool: what may be drawn."""
+    """[N,V] bool: the tokens that may be drawn."""
     counts_N = mask.offsets_N1.diff()
     rows = torch.arange(len(counts_N), device=counts_N.device)
-    rows = torch.repeat_interleave(rows, counts_N, output_size=len(mask.token_ids))  # without it a GPU waits to count
+    rows = torch.repeat_interleave(
+        rows, counts_N, output_size=len(mask.token_ids)
+    )  # without the size, the host waits for the GPU
     allowed_NV = (counts_N == 0).unsqueeze(1).expand(logits_NV.shape).clone()
     allowed_NV[rows, mask.token_ids] = True
     return allowed_NV

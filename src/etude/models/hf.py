@@ -2,12 +2,12 @@
 
     packed tokens ──▶ transformers' own layers ──▶ hidden states ──▶ transformers' own output layer, chunk by chunk
 
-A :class:`HfModel` offers the trainer what a :class:`~etude.models.decoder.Decoder` does, so that packing, losses,
-sharding and publishing are the same code for both. The mathematics is transformers'; here is how sequences are before
-apart, which numbers parameters are rounded to, what is computed again in a backward pass, and under which names the
-weights are published: those of the checkpoint, as views into parameters.
+A :class:`HfModel` has the trainer's interface of a :class:`~etude.models.decoder.Decoder`, so that packing, losses,
+sharding and publishing are the same code for both. Transformers does the mathematics. This module separates packed
+sequences, rounds parameters, recomputes activations in the backward pass, and publishes weights under their checkpoint
+names, as views into parameters.
 
-transformers and accelerate are an extra and are imported where a model or a spec is made.
+transformers and accelerate are an optional extra, imported when a model or a spec is made.
 
 Shape legend: N tokens, B sequences, T positions of the longest, H hidden, V vocabulary, Q query heads, D width.
 """
@@ -36,19 +36,19 @@ from etude.types import Json
 ATTENTION = "etude_packed"
 """Name under which transformers finds the attention over packed rows."""
 NO_LIMIT = 1 << 30
-"""Positions of a model whose config names no limit."""
+"""Position limit of a model whose config has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfSpec(ModelSpec):
     """The spec of a model that transformers computes.
 
-    The numbers are its sizes, for costs and limits; experts are among ``dense_size`` as many as a token meets, since
-    their routes can be neither recorded nor replayed. What the model computes is in its config.
+    Its numbers are sizes for costs and limits. ``dense_size`` includes the experts that one token uses, since their
+    routes can be neither recorded nor replayed. ``config`` defines the computation.
     """
 
     config: Mapping[str, Json] = field(hash=False)
-    """The ``config.json``; no part of the hash, since a mapping has none."""
+    """The ``config.json``; not part of the hash, since a mapping is not hashable."""
 
 
 def hf_spec(values: Mapping[str, Json], *, origin: str) -> HfSpec:
@@ -104,7 +104,7 @@ class _TensorPlace:
     offset: int
 
     def view(self) -> tuple[str, Tensor]:
-        """Its name, and the numbers that are there now; writing to them writes to the model."""
+        """Its name and a view of its numbers; writing to the view writes to the model."""
         whole = self.owner._parameters.get(self.attribute)
         tensor = self.owner._buffers[self.attribute] if whole is None else whole.data
         assert tensor is not None
@@ -113,9 +113,9 @@ class _TensorPlace:
 
 @final
 class HfBlock(nn.Module):
-    """One layer of transformers: its parameters rounded where they are used, its activations computed again if beyond.
+    """One layer of transformers, with rounded parameters and optional activation checkpointing.
 
-    Attributes that the model around it reads are the layer's.
+    Attributes that the surrounding model reads are delegated to the layer.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -141,23 +141,23 @@ class HfBlock(nn.Module):
 class HfModel(nn.Module):
     """A causal language model of transformers, in place of a :class:`~etude.models.decoder.Decoder`.
 
-    Dropout and whatever else differs between training and use is off. A model whose layers attend to everything before
-    them goes over packed rows by the attention of :class:`~etude.models.fast.FastArithmetic`; any other goes over rows
-    padded on the right, where what is causal never sees the padding.
+    Dropout and other training-only behaviour is off. If all layers attend to the whole past, packed rows are computed
+    with the attention of :class:`~etude.models.fast.FastArithmetic`; other models use rows padded on the right, where
+    causal attention never sees the padding.
 
-    Under the ``meta`` device its parameters lie there; buffers, which are computed as it is made, never do.
+    Under the ``meta`` device only its parameters are on ``meta``; buffers are computed at construction.
     """
 
     def __init__(self, spec: HfSpec, arithmetic: Arithmetic | None = None) -> None:
-        """Raises :class:`~etude.errors.UserError` for a model whose parts cannot be told apart."""
+        """Raises :class:`~etude.errors.UserError` for a model whose parts cannot be identified."""
         super().__init__()
         self.spec = spec
         self.arithmetic: Arithmetic = FastArithmetic() if arithmetic is None else arithmetic
-        """Its type is what parameters are rounded to; logprobs are its own as well."""
+        """Parameters are rounded to its type; it also computes logprobs."""
         self.recompute = False
         """Activation checkpointing, layer by layer."""
         self.adapters: None = None
-        """There are none over such a model."""
+        """Adapters are not supported for this model."""
         self.draft: None = None
         """It has no draft head."""
         self.network, self._packs = _make_network(spec)
@@ -185,11 +185,11 @@ class HfModel(nn.Module):
 
     @property
     def embedding(self) -> nn.Parameter:
-        """[V,H] what token ids are looked up in."""
+        """[V,H] the embedding of token ids."""
         return cast("nn.Parameter", self.network.get_input_embeddings().weight)
 
     def train(self, mode: bool = True) -> "HfModel":
-        """Set the mode; transformers' part never leaves that of evaluation."""
+        """Set the mode; transformers' modules always stay in evaluation mode."""
         super().train(mode)
         self.network.eval()
         return self
@@ -226,8 +226,8 @@ class HfModel(nn.Module):
         return torch.cat([hidden_TH[:length] for hidden_TH, length in zip(hidden_BTH, lengths, strict=True)])
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """[N,H] → [N,V] by transformers' own code, scales, biases and caps of logits included: the model below the
-        output layer is a stand-in for the moment, which gives these hidden states.
+        """[N,H] → [N,V] by transformers' own code, including scales, biases and caps of logits: a temporary stub that
+        returns these hidden states replaces the model below the output layer.
         """
         with self._given(hidden_NH[None]), _rounded(self._head, self._dtype):
             out = self.network.forward(inputs_embeds=hidden_NH[None], use_cache=False)
@@ -326,7 +326,7 @@ class _SharedParameter:
 
 @final
 class _AsViews(TorchFunctionMode):
-    """Leaves tensors where they lie, so that what is cut out of one can be found in it again."""
+    """Makes operations return views, so that a part of a tensor can be located in it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func in (Tensor.contiguous, Tensor.clone) else func(*args, **(kwargs or {}))
@@ -374,7 +374,7 @@ def _make_network(spec: HfSpec) -> tuple[Any, bool]:
 
 
 def _sees_everything(config: Any) -> bool:
-    """True if every layer attends to all before a token, and by nothing but a softmax of products."""
+    """True if every layer attends to the whole past, with a plain softmax of products."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     capped = getattr(config, "attn_logit_softcapping", None)
@@ -401,7 +401,7 @@ def _attend_packed(
 
 
 def _untie(network: nn.Module) -> list[_SharedParameter]:
-    """Leave each parameter to the first module that has it."""
+    """Register each shared parameter only in the first module that has it."""
     shared, first = [], dict[int, tuple[nn.Module, str]]()
     for module in network.modules():
         for name, parameter in module._parameters.items():
@@ -450,7 +450,7 @@ def _layout(network: Any) -> list[_TensorPlace]:
 
 
 def _wrap_layers(body: nn.Module, spec: HfSpec) -> list[HfBlock]:
-    """Put a block around each layer, found as the list of so many modules as there are layers."""
+    """Wrap each layer in a block; the layers are the module list whose length is the number of layers."""
     lists = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == spec.layers]
     if not lists:
         raise UserError(f"{type(body).__name__}: no list of {spec.layers} layers was found in it")

@@ -1,8 +1,8 @@
 """Batch-invariant arithmetic, with one fixed order of sums: engine and trainer agree to the last bit.
 
-Forward passes are the numba kernels of ``models/kernels/``; backward passes are torch's, for gradients are not compared
-bit by bit. Activations are float32 throughout: a bfloat16 model has its weights and its cache in bfloat16, and every
-product of two of them is exact in float32. Runs on CPUs.
+Forward passes are the numba kernels of ``models/kernels/``; backward passes are torch's, because gradients are not
+compared bit by bit. Activations are float32 throughout: a bfloat16 model has its weights and its cache in bfloat16, and
+every product of two of them is exact in float32. Runs on CPUs.
 
     weights, cache ── float32 or bfloat16 ──▶ kernel ──▶ float32 ──▶ the next kernel
     gradients      ◀── torch, from the same inputs ──
@@ -34,7 +34,7 @@ Forward: TypeAlias = Callable[..., Tensor]
 TORCH = FastArithmetic()
 """The arithmetic of gradients."""
 ROWS_PER_TASK = 256
-"""Products of fewer rows than this are not worth handing to another thread."""
+"""Least number of rows for which a product is worth another thread."""
 
 
 @final
@@ -137,7 +137,7 @@ class InvariantArithmetic:
     def _attend_packed(
         self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, rule: AttentionRule
     ) -> Tensor:
-        """The paged attention over pages that are made for the occasion."""
+        """Paged attention over temporary pages."""
         (_, key_heads, width), value_width = k_NKD.shape, v_NKW.shape[-1]
         paged = _paged(rows)
         pages_in_all = int(paged.tables_BP.max()) + 1
@@ -178,7 +178,7 @@ class InvariantArithmetic:
 
 
 class _Twofold(torch.autograd.Function):
-    """Computed by a kernel, differentiated by torch: the backward pass runs torch's form of the same function."""
+    """A function computed by a kernel and differentiated by torch: the backward pass runs torch's version of it."""
 
     @staticmethod
     def run(kernel: Forward, twin: Forward, *inputs: Any) -> Tensor:
@@ -210,7 +210,9 @@ class _Twofold(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """The product of :func:`_linear`: most of the work, hence differentiated by hand rather than computed twice."""
+    """The product of :func:`_linear`: most of the work, so it has an explicit backward pass instead of a second
+    computation.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -220,7 +222,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of x, weight and bias, as far as they are needed: not of what is frozen."""
+        """Gradients of x, weight and bias, except for frozen ones."""
         x_NI, weight_OI = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         grad_NI = grad_NO @ weight_OI.to(grad_NO.dtype) if of_x else None
@@ -228,7 +230,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """The products of :func:`_grouped`, differentiated by hand, one expert after the other."""
+    """The products of :func:`_grouped`, with an explicit backward pass, one expert after the other."""
 
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
@@ -357,7 +359,7 @@ def _pair(cache: tuple[Tensor, Tensor]) -> tuple[npt.NDArray[Any], npt.NDArray[A
 
 
 def _paged(rows: PackedRows) -> PagedRows:
-    """The same sequences in pages, each in so many of its own as it fills."""
+    """The same sequences in pages, each in its own pages."""
     lengths_B = torch.tensor(rows.lengths)
     pages_B = -(-lengths_B // pages.PAGE)
     firsts_B, last = pages_B.cumsum(0) - pages_B, int(pages_B.sum()) - 1
@@ -375,7 +377,7 @@ def _places(rows: PagedRows) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int3
 
 
 def _in_parts(part: Callable[[int, int], None], rows: int) -> None:
-    """Call ``part(start, end)`` over all rows, on as many threads as torch may use; rows do not know of each other."""
+    """Call ``part(start, end)`` over all rows, on as many threads as torch may use; rows are independent."""
     threads = min(torch.get_num_threads(), rows // ROWS_PER_TASK)
     if threads <= 1:
         part(0, rows)
@@ -387,5 +389,5 @@ def _in_parts(part: Callable[[int, int], None], rows: int) -> None:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Threads of this process for kernels, which do not hold the interpreter's lock."""
+    """Threads of this process for kernels, which release the interpreter's lock."""
     return ThreadPoolExecutor(thread_name_prefix="kernel")

@@ -1,11 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): y = Wx + scale · B(Ax) beside a frozen W, of experts as of any matrix.
 
 The adapter of a product is never merged into W while a model is trained or served: both sides compute this function
-with the same :class:`~etude.models.arithmetic.Arithmetic`, so that they agree as they do without it. W may be several
-projections in one (``qkv``); each of them has an A and a B of its own, as everybody else's adapters have.
-
-Owns the product and which rows of a pass get which adapter. Where the products of a model are, and the names of their
-factors, :mod:`etude.models.adapters` knows.
+with the same :class:`~etude.models.arithmetic.Arithmetic`, so that they agree as without an adapter. W may combine
+several projections (``qkv``); each of them has its own A and B, as in other libraries. Owns the product and the
+assignment of adapters to rows. :mod:`etude.models.adapters` has the products of a model and the names of their factors.
 
 Shape legend: N rows, I inputs, O outputs, P projections in W, r rank, E experts.
 """
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from etude.models.arithmetic import Arithmetic
 
 RANK_STEP = 8
-"""Ranks are multiples of this: the least that grouped products of experts take in every type on a GPU."""
+"""Granularity of ranks: the least that grouped products of experts support in every type on a GPU."""
 
 
 @final
@@ -29,7 +27,7 @@ class LowRank(nn.Module):
     """The factors of one product: A [P·r,I] and B [O,r], with a leading E for experts."""
 
     def __init__(self, a: Tensor, b: Tensor, parts: Sequence[int], scale: float) -> None:
-        """``parts`` are the outputs of each projection, O in all."""
+        """``parts`` are the outputs of each projection, O in total."""
         super().__init__()
         self.a, self.b = nn.Parameter(a), nn.Parameter(b)
         self.parts = tuple(parts)
@@ -55,7 +53,7 @@ class LowRank(nn.Module):
             self.b.zero_()
 
     def forward(self, x_NI: Tensor, arithmetic: Arithmetic, ends_E: Tensor | None = None) -> Tensor:
-        """[N,O] scale · B(Ax); ``ends_E`` says where each expert's rows end."""
+        """[N,O] scale · B(Ax); ``ends_E`` has the end of each expert's rows."""
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
             return arithmetic.linear(x, weight) if ends_E is None else arithmetic.grouped(x, ends_E, weight)
@@ -66,13 +64,13 @@ class LowRank(nn.Module):
         return self.scale * (out[0] if len(out) == 1 else torch.cat(out, dim=-1))
 
     def merged(self) -> Tensor:
-        """[O,I] or [E,O,I]: what W would gain, in float32."""
+        """[O,I] or [E,O,I]: the change of W after merging, in float32."""
         a, b = self.a.detach().float().split(self.rank, dim=-2), self.b.detach().float().split(self.parts, dim=-2)
         return self.scale * torch.cat([up @ down for down, up in zip(a, b, strict=True)], dim=-2)
 
 
 Factors: TypeAlias = Mapping[str, LowRank]
-"""Key of a site → the factors that an adapter has there; sites that it leaves alone are not in it."""
+"""Key of a site → the adapter's factors there; other sites are absent."""
 
 
 @dataclass(slots=True)
@@ -109,9 +107,8 @@ class LoraSite(nn.Module):
         ends_E: Tensor | None = None,
         tokens_N: Tensor | None = None,
     ) -> Tensor:
-        """[N,O]: Wx plus what each row's adapter says of x. ``tokens_N`` names the token of each row of an expert.
-
-        Rows of several adapters go through all of these, and each keeps its own: nothing waits for the device.
+        """[N,O]: Wx plus the output of each row's adapter. ``tokens_N`` has the token of each row of an expert. With
+        several adapters, all rows go through all of them and each keeps its own result: nothing waits for the device.
         """
         for factors, mask in self._selection.parts:
             low_rank = self.own if factors is None else factors.get(self.key)
@@ -153,7 +150,7 @@ class Adapters(nn.Module):
         self.register_buffer("scale", torch.tensor([scale], device=device))
 
     def select(self, runs: Sequence[tuple[Factors | None, int]]) -> None:
-        """Say whose the rows of the next pass are: for each run of rows its adapter and its length.
+        """Set the adapters of the rows of the next pass: for each run of rows its adapter and its length.
 
         An empty adapter is the bare base.
         """

@@ -1,6 +1,6 @@
 """The spec of a decoder: every number that defines its parameters or its computation.
 
-A spec says what a model is, whatever family it comes from: :mod:`etude.models.families` reads it from a Hugging Face
+A spec defines a model independently of its family: :mod:`etude.models.families` reads it from a Hugging Face
 ``config.json``, :class:`~etude.models.decoder.Decoder` is built from it, engines size their caches by it.
 """
 
@@ -15,16 +15,16 @@ from etude.types import NO_ROUTE
 class GateSpec:
     """The inner step of a gated feed-forward (arXiv 2002.05202): g · σ(slope · (g + cubic · g³)) · (u + shift).
 
-    g is a row of the gate, u of what it lets through.
+    g is a row of the gate, u the row that it multiplies.
     """
 
     slope: float = 1.0
     cubic: float = 0.0
     shift: float = 0.0
     limit: float | None = None
-    """g is at most this, u between minus this and this; ``None`` leaves them as they are."""
+    """Upper bound of g, and bound of the magnitude of u; ``None``: no bound."""
     interleaved: bool = False
-    """True if g and u take turns, false if all of g come first."""
+    """True if the columns of g and u alternate, false if all of g come first."""
 
 
 SILU = GateSpec()
@@ -61,11 +61,11 @@ class YarnScaling:
     slow_turns: float = 1.0
     """Frequencies that turn less often than this are divided by ``factor``."""
     mscale: float = 0.0
-    """DeepSeek's: how strongly the tables are stretched; 0 is not given."""
+    """DeepSeek's coefficient for the amplitude of the tables; 0 if not given."""
     mscale_all_dim: float = 0.0
-    """DeepSeek's: how strongly attention scores are, the parts without positions included; 0 is not given."""
+    """DeepSeek's coefficient for attention scores, including the parts without positions; 0 if not given."""
     attention_factor: float | None = None
-    """Factor of the tables; ``None`` follows from the others."""
+    """Factor of the tables; ``None``: derived from the other fields."""
     truncate: bool = True
     """True if the blended range begins and ends at whole frequencies."""
 
@@ -97,7 +97,7 @@ class RopeSpec:
     theta: float = 10_000.0
     scaling: Scaling | None = None
     interleaved: bool = False
-    """True if a pair that turns together is two neighbours (DeepSeek) rather than one of each half."""
+    """True if rotated pairs are adjacent columns (DeepSeek), false if they are one column of each half."""
 
     @property
     def amplitude(self) -> float:
@@ -112,7 +112,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSpec:
-    """Grouped-query attention: some query heads share a key and a value head (arXiv 2305.13245)."""
+    """Grouped-query attention: groups of query heads share a key and a value head (arXiv 2305.13245)."""
 
     heads: int
     kv_heads: int
@@ -123,9 +123,9 @@ class GroupedSpec:
     normed: bool = False
     """True if each head of queries and keys is normalised (Qwen3)."""
     rotary_dim: int | None = None
-    """Columns of a head, the first ones, that are turned by position; ``None`` is all."""
+    """Number of leading columns of a head that are rotated by position; ``None``: all."""
     query_width: int | None = None
-    """Scores are divided by this number's root; ``None`` is ``head_dim``."""
+    """Scores are divided by the square root of this number; ``None``: ``head_dim``."""
     sinks: bool = False
     """True if each head has a learned score without a value, which takes a share of attention (gpt-oss)."""
 
@@ -174,13 +174,13 @@ class LatentSpec:
 
     heads: int
     q_rank: int | None
-    """Width that queries are compressed to; ``None`` leaves them as they are."""
+    """Width that queries are compressed to; ``None``: no compression."""
     kv_rank: int
     """Width of the latent vector that keys and values of all heads are made from."""
     nope_dim: int
     """Width of the part of a query without position."""
     rope_dim: int
-    """Width of the part that is turned by position; its key is shared by all heads."""
+    """Width of the part that is rotated by position; its key is shared by all heads."""
     value_dim: int
     sharpness: float = 1.0
     """A further factor of scores: :attr:`RopeSpec.latent_sharpness`."""
@@ -191,7 +191,7 @@ class LatentSpec:
 
     @property
     def scale(self) -> float:
-        """Factor of scores: the width of a query before it is folded into the latent space counts."""
+        """Factor of scores, from the width of a query before it is folded into the latent space."""
         return float((self.nope_dim + self.rope_dim) ** -0.5 * self.sharpness)
 
     @property
@@ -229,7 +229,7 @@ class ExpertsSpec:
     size: int
     """Inner width of one expert."""
     shared_size: int = 0
-    """Inner width of what every token goes through besides; 0 is nothing."""
+    """Inner width of the shared experts, which every token also goes through; 0: none."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """``sigmoid`` (DeepSeek-V3, arXiv 2412.19437 §2.1.2) chooses by score plus a correction that balances load."""
     normalise: bool = True
@@ -262,11 +262,11 @@ class WindowSpec:
     """Sliding-window attention of some layers (arXiv 2004.05150 §3.1)."""
 
     size: int
-    """Positions that a token sees, its own among them."""
+    """Positions that a token sees, including its own."""
     layers: tuple[int, ...]
     """The layers that have it, ascending."""
     rope: RopeSpec | None = None
-    """Rotary positions of these layers; ``None`` is those of all."""
+    """Rotary positions of these layers; ``None``: those of the other layers."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or not self.layers or list(self.layers) != sorted(set(self.layers)):
@@ -300,7 +300,7 @@ class ModelSpec:
     sandwich: bool = False
     """True if the outputs of attention and feed-forward are normalised, too, before they are added (Gemma)."""
     embedding_scale: float = 1.0
-    """Factor of the embedding where it is the input."""
+    """Factor of the embedding at the input."""
     max_positions: int = 4096
     tied: bool = True
     """True if the output matrix is the embedding."""
@@ -328,7 +328,7 @@ class ModelSpec:
             )
 
     def window_of(self, layer: int) -> int | None:
-        """Positions that a token sees in a layer, its own among them; ``None`` is all up to it."""
+        """Positions that a token sees in a layer, including its own; ``None``: its whole past."""
         return self.window.size if self.window is not None and layer in self.window.layers else None
 
     def rope_of(self, layer: int) -> RopeSpec:
@@ -338,8 +338,8 @@ class ModelSpec:
 
     @property
     def cached_numbers(self) -> int:
-        """Numbers of one token's keys and values, all layers together, a draft head's included; those with a window
-        keep all, too.
+        """Count of one token's key and value numbers over all layers, including a draft head's. Layers with a window
+        store all positions, too.
         """
         attention = self.attention
         return (self.layers + self.draft) * attention.key_heads * (attention.key_width + attention.value_width)
@@ -358,7 +358,7 @@ TINY = ModelSpec(
     experts=ExpertsSpec(count=4, per_token=2, size=16),
     sparse_layers=(0, 1),
 )
-"""The smallest Qwen3-MoE with every part in it, grouped queries included: for tests and first experiments."""
+"""The smallest Qwen3-MoE with every part, including grouped queries: for tests and first experiments."""
 
 TINY_DENSE = ModelSpec(
     vocab_size=50,
@@ -427,4 +427,4 @@ TINY_OSS = ModelSpec(
 """The smallest gpt-oss: a window, sinks, biases everywhere, experts with clamped gates in one tensor."""
 
 TINIEST = (TINY, TINY_DENSE, TINY_LATENT, TINY_GLM, TINY_GEMMA, TINY_OSS)
-"""One of every shape there is."""
+"""One spec of each supported architecture."""

@@ -1,28 +1,28 @@
-"""The score of a rollout: the stored reward and the value that is trained on, decided here alone. Pure.
+"""The score of a rollout: the stored reward and the value for training. No other module decides these. Pure.
 
     grade ───────────────┐
     values of parts ─────┤ (behaviour, harness, judge)
     findings ────────────┼──score──▶ Score: value, recorded parts, verdict ──▶ stored with the rollout
     policy ──────────────┘                    │
-    effort, way from the reference ──penalty──┴──trained_value──▶ compared within the group
+    effort, KL to the reference ──────penalty─┴──trained_value──▶ compared within the group
 
-    value    Σ weight · part, or the grade where the recipe names no parts;
+    value    Σ weight · part, or the grade if the recipe names no parts;
              0 for a rollout that cheated, and for one that a missing part masks
     trained  value − w · C(effort) − β · k1
 
-What becomes of a rollout in which cheating was detected:
+Handling of a rollout in which cheating was detected:
 
-- *keep*: trained on with its value. So is work that earned nothing, whatever was found: a cheat that failed is bad
-  work, and to drop it would teach the model to produce it.
-- *zero*: trained on with a value of zero. For what honest work never does.
-- *quarantine*: not trained on at all, stored and readable, counted under its reason. For what honest work hardly ever
-  does, where a zero would punish the honest ones; for an impossible task that was passed; and for a masked one.
+- *keep*: trained on with its value. So is unrewarded work, regardless of findings: a failed cheat is bad work, and
+  dropping it would teach the model to produce it.
+- *zero*: trained on with a value of zero. For acts that honest work never contains.
+- *quarantine*: not trained on, but stored, readable and counted under its reason. For acts that honest work rarely
+  contains, where a zero would punish honest rollouts; for an impossible task that was passed; and for a masked rollout.
 
-What is certain weighs more than what is suspected: a cheat cannot escape its zero by looking suspicious as well, nor by
-a part that masks. The penalty is taken off where rewards are compared, not where they are stored: an evaluation is not
-measured with it, and a rollout that is worth nothing because it cheated is not better off than an honest failure.
+Certain cheating outweighs suspicion: a cheat cannot escape its zero by also looking suspicious, nor by a part that
+masks. The penalty is subtracted when rewards are compared, not when they are stored: it does not affect evaluations,
+and a rollout with zero reward for cheating is not better off than an honest failure.
 
-Does not own where values come from (:mod:`etude.run.scoring` gathers them) or who is trained on what
+Does not own the values of parts (:mod:`etude.run.scoring` gathers them) or the choice of training data
 (:mod:`etude.trainer.batching`).
 """
 
@@ -42,13 +42,15 @@ from etude.types import Disposition, Rollout, Verdict
 GRADER = "grader"
 """The grade, as a source of parts and in the record of a reward that has parts."""
 MEASURE = "measure."
-"""Prefix of sources that the harness measured: they are recorded by their own name, and functions by their part's."""
+"""Prefix of sources measured by the harness, which are recorded under their own name; functions are recorded under the
+part's name.
+"""
 CHEAT_PART = "cheat_"
-"""Prefix of a grade's parts by which a grader says that it was cheated; 1 is yes."""
+"""Prefix of a grade's parts that report cheating; 1 means yes."""
 IMPOSSIBLE_PASSED = "impossible_passed"
-"""Reason of a pass where there was nothing to pass."""
+"""Reason for quarantine: an impossible task was passed."""
 CERTAIN = 0.5
-"""From here on a part says yes."""
+"""Threshold from which a ``cheat_`` part means yes."""
 WEIGHT = MappingProxyType({Disposition.KEEP: 0, Disposition.QUARANTINE: 1, Disposition.ZERO: 2})
 BY_SEVERITY = MappingProxyType(
     {
@@ -66,7 +68,7 @@ class ScorePolicy:
     reward: RewardConfig = field(default_factory=RewardConfig)
     by_severity: Mapping[Severity, Disposition] = field(default_factory=lambda: BY_SEVERITY)
     by_name: Mapping[str, Disposition] = field(default_factory=dict)
-    """Exceptions: name of a detector or of a ``cheat_`` part → what follows from it."""
+    """Exceptions: name of a detector or of a ``cheat_`` part → its consequence."""
     cheat_parts: Disposition = Disposition.ZERO
     """Consequence of a ``cheat_`` part."""
 
@@ -93,12 +95,12 @@ def score(
     Args:
         grade: The grader's opinion.
         findings: Signs of cheating; ``None`` where rollouts are not monitored.
-        values: Source of a part → its value; one that is no finite number, or is absent, is missing.
+        values: Source of a part → its value; an absent or non-finite value counts as missing.
         policy: The recipe's.
         impossible: The task cannot be passed honestly.
 
-    Raises :class:`~etude.errors.ConfigError` for a missing value that is an error, and
-    :class:`~etude.errors.InfrastructureError` for one that is waited for.
+    Raises :class:`~etude.errors.ConfigError` for a missing value if the part says ``error``, and
+    :class:`~etude.errors.InfrastructureError` if the rollout has to wait for it.
     """
     value, parts, masked = _sum_of_parts(grade, values, policy.reward)
     verdict = None if findings is None else _verdict(grade, findings, policy, impossible=impossible)
@@ -110,14 +112,14 @@ def score(
 
 
 def penalty(rollout: Rollout, effort: EffortConfig, *, reference_beta: float = 0.0, nats: float = 0.0) -> float:
-    """Reward that is taken off a rollout where its group is compared: w · C(effort) + β · k1, with ``nats`` = k1, by
-    which the rollout is likelier under its own policy than under the reference.
+    """Deduction from a rollout's reward when its group is compared: w · C(effort) + β · k1. ``nats`` = k1 is the
+    log-probability of the rollout under its own policy minus that under the reference.
     """
     return effort_penalty(rollout, effort) + reference_beta * nats
 
 
 def trained_value(rollout: Rollout, taken_off: float) -> float:
-    """The value by which a rollout is compared in its group: stored reward less :func:`penalty`."""
+    """The value by which a rollout is compared in its group: stored reward minus :func:`penalty`."""
     return (rollout.reward or 0.0) - taken_off
 
 
@@ -131,11 +133,10 @@ def grade_of(rollout: Rollout) -> float:
 def _sum_of_parts(
     grade: Grade, values: Mapping[str, float], config: RewardConfig
 ) -> tuple[float, Mapping[str, float], str]:
-    """The sum of a recipe's parts, what is recorded of them, and why they mask the rollout; the grade without parts.
+    """The sum of a recipe's parts, their record, and the reason if they mask the rollout; without parts, the grade.
 
-    A value outside of its range is clipped and counted instead of being an error: most values are in some way the
-    model's doing, and what a model does must neither buy more than the recipe promises nor stop the run. The record has
-    the value as it was.
+    A value outside of its range is clipped and counted, and is not an error: the model influences most values, and must
+    neither gain more than the recipe promises nor stop the run. The record has the original value.
     """
     if not config.parts:
         return grade.value, grade.parts, ""
@@ -160,8 +161,8 @@ def _sum_of_parts(
 
 
 def _stand_in(part: PartConfig) -> float | None:
-    """The number for a missing value; ``None``: the rollout is masked. A judge's value masks instead of being waited
-    for: it was asked and has no verdict, and to play again until it has one would prefer work that is easily judged.
+    """The number for a missing value; ``None``: the rollout is masked. A missing judge value masks and is not waited
+    for: the judge had no verdict, and repeating the rollout until there is one would favour work that is easy to judge.
     """
     match part.missing:
         case "error":
@@ -178,7 +179,7 @@ def _stand_in(part: PartConfig) -> float | None:
 
 
 def _verdict(grade: Grade, findings: Sequence[Finding], policy: ScorePolicy, *, impossible: bool) -> Verdict:
-    """Consequence of all findings: the heaviest one counts, where the work was rewarded at all."""
+    """Consequence of all findings: the most severe one, if the work was rewarded at all."""
     parts = sorted(name for name, value in grade.parts.items() if name.startswith(CHEAT_PART) and value >= CERTAIN)
     causes = [(policy.of(finding), finding.detector) for finding in findings]
     causes += [(policy.by_name.get(name, policy.cheat_parts), name) for name in parts]
@@ -197,6 +198,6 @@ def _verdict(grade: Grade, findings: Sequence[Finding], policy: ScorePolicy, *, 
 
 
 def _reason(disposition: Disposition, causes: Sequence[tuple[Disposition, str]]) -> str:
-    """The first ground of that weight; a pass of the impossible before all others, since it alone is no guess."""
+    """The first reason with this disposition; a passed impossible task comes first, since it alone is certain."""
     names = [name for weight, name in causes if weight is disposition]
     return IMPOSSIBLE_PASSED if IMPOSSIBLE_PASSED in names else names[0]

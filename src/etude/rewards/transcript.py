@@ -4,9 +4,9 @@
     turn 1   heard  1 def f(x): …     said  edit f.py:1⏎…       answered  bad call
     turn 2   heard  bad call          said  edit f.py 1⏎…       answered
 
-Every text stands where it came up: a context is read from where the reply that it goes on from ends. A context that
-goes on from no reply (the first one, a sub-agent's, one that began anew after a summary) is read as a whole. Rules,
-judges and reports read rollouts through this. Owns that and nothing of what is looked for in it. Pure.
+Every text appears once, in the turn where it is new: a context is read from the end of the reply that it continues. A
+context that continues no reply (the first one, a sub-agent's, one that restarted after a summary) is read as a whole.
+Rules, judges and reports read rollouts through this module; it does not interpret them. Pure.
 """
 
 from bisect import bisect_right, insort
@@ -26,16 +26,16 @@ class SpokenTurn:
     text: str
     """The model's text."""
     answered: str
-    """New text of the first turn that goes on from this one; empty where none does."""
+    """New text of the first turn that continues this one; empty if there is none."""
     kind: TurnKind
     """Kind of the request."""
     continues: int | None
-    """The turn whose reply it goes on from; ``None``: its context began anew."""
+    """The turn whose reply it continues; ``None``: its context is new."""
 
 
 def attributed(*, before: str = "", **texts: str) -> str:
-    """Texts by the name of who they are of, every line behind that name: nothing that was said can pass for something
-    that was heard, whatever lines it has.
+    """Texts with the name of their source before every line, so that no text of the model can pass for one that it
+    read.
     """
     return "\n".join(f"{before}{name}| {line}" for name, text in texts.items() for line in text.splitlines())
 
@@ -71,7 +71,7 @@ def read_turns(
 
 
 def spoken_turns(calls: Sequence[SpokenCall]) -> tuple[SpokenTurn, ...]:
-    """The turns of calls whose words alone are known."""
+    """The turns of calls of which only the text is available."""
     answers: dict[int, str] = {}
     for call in calls:
         if call.continues is not None:
@@ -89,8 +89,8 @@ def spoken_turns(calls: Sequence[SpokenCall]) -> tuple[SpokenTurn, ...]:
 
 
 def conversations(spoken: Sequence[SpokenTurn]) -> list[list[int]]:
-    """The turns of each conversation, the one that began first before the others: agents that work side by side have
-    one each. A context that begins anew behind a summary goes on with the conversation that was summarised.
+    """The turns of each conversation, in the order of their starts: parallel agents have one each. A context that
+    restarts after a summary continues the summarised conversation.
     """
     result: list[list[int]] = []
     place: list[int] = []

@@ -1,14 +1,14 @@
 """A modelled engine: continuous batching as processor sharing, in the time of the running loop.
 
     a step of n sequences takes         step_s + n · sequence_s
-    with prompts that are to be read    step_tokens · prompt_s more, in which it reads step_tokens tokens of them
+    with prompts to read                step_tokens · prompt_s more, in which it reads step_tokens tokens of them
 
-Every decoded sequence gets a token a step, so all of them have come equally far: a sequence ends when the tokens per
-sequence have grown by its own length since it began. Prompts are read in the order in which they came. One timer is
-enough, however many there are.
+Every decoded sequence gets one token per step, so all advance equally: a sequence ends when the common token count has
+grown by its length since it began. Prompts are read in order of arrival. One timer is enough for any number of
+sequences.
 
-Tokens have no ids here: a completion has one number for each weight version that sampled in it, and that is *how many*
-tokens it sampled; the one number of a prompt is how many tokens are to be read.
+Tokens have no ids here: a completion has one number per weight version that sampled in it, the *number* of its tokens;
+a prompt has a single number, the number of tokens to read.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from etude.simulation.processors import Processors, WorkTimer
 from etude.types import Finish, TokenIds
 
 NOT_A_TOKEN = 1e-6
-"""Share of a token by which a sequence may be short of its end: rounding."""
+"""Rounding tolerance, in tokens, for the end of a sequence."""
 READ_S = 1e-9
-"""Work of reading that counts as none, likewise."""
+"""Rounding tolerance, in seconds, for the end of reading."""
 STEP_TOKENS = 512
-"""Tokens of prompts that an engine reads beside one decode step, where nothing says how many."""
+"""Default number of prompt tokens that an engine reads during one decode step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +45,14 @@ class EngineRates:
     max_running: int
     """Sequences in progress; others wait."""
     step_tokens: int = STEP_TOKENS
-    """Tokens of prompts that a step reads at most."""
+    """Most prompt tokens that a step reads."""
 
     def decode_s(self, running: int) -> float:
         """Seconds of a step of ``running`` sequences."""
         return self.step_s + running * self.sequence_s
 
     def with_places(self, share: float) -> "EngineRates":
-        """The engine with a share of its places, of which each counts for several and takes as much of a step."""
+        """The engine with a share of its places, where each represents several and takes as much of a step as these."""
         places = max(1, round(self.max_running * share))
         return replace(
             self,

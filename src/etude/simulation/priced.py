@@ -1,10 +1,10 @@
-"""A plan without a run: how fast all that is modelled goes on given GPUs, and what it costs.
+"""A plan without a run: the modelled speed and cost on given GPUs.
 
     recipe, model shape, GPUs, workload, assumptions ──▶ RunCalibration ──▶ simulation (:mod:`etude.simulation.run`)
                                                   figures of the simulation ──▶ money, operations, bytes between regions
 
-    decode step     what :class:`~etude.run.roofline.DecodeStep` says at an eighth of an engine's places and at all of
-                    them, and a line through both
+    decode step     a line through the times of :class:`~etude.run.roofline.DecodeStep` at 1/8 of an engine's places
+                    and at all of them
     prompts         operations of a forward pass, over peak · share
     trainer         :class:`~etude.run.roofline.TrainingStep` (three forward passes, a fourth where activations are
                     computed again: 6 to 8 · parameters · tokens) over ranks · peak · share, and the optimiser's bytes
@@ -38,11 +38,11 @@ from etude.simulation.run import Lent, RegionModel
 from etude.simulation.workload import RolloutWork, Workload
 
 CACHE_BYTES = 2
-"""Bytes of a number in an engine's cache."""
+"""Bytes of one number in an engine's cache."""
 MEMORY_SHARE = 0.9
 """Share of a GPU's memory that an engine may fill, as servers do by default."""
 GROUPS = 64
-"""Groups of rollouts that a workload is drawn as."""
+"""Number of rollout groups in a drawn workload."""
 GIGABIT = 1e9 / 8
 DAY_H = 24.0
 
@@ -162,7 +162,7 @@ class PricedPlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Everything that a plan is computed from: a recipe's model and sizes on a plan's GPUs."""
+    """Input of a plan's computation: a recipe's model and sizes on a plan's GPUs."""
 
     config: RunConfig
     spec: ModelSpec
@@ -175,7 +175,9 @@ class Fleet:
 
     @classmethod
     def of(cls, config: RunConfig, spec: ModelSpec, plan: PricedPlan) -> "Fleet":
-        """The fleet of a resolved recipe. Raises :class:`~etude.errors.ConfigError` for engines that hold no model."""
+        """The fleet of a resolved recipe. Raises :class:`~etude.errors.ConfigError` if the engines cannot hold the
+        model.
+        """
         engines = tuple(region.engines for region in plan.regions) or (config.engine.replicas,)
         sizes = ModelSizes.of(spec)
         fleet = cls(config=config, spec=spec, sizes=sizes, plan=plan, ranks=config.parallel.ranks, engines=engines)
@@ -195,7 +197,7 @@ class Fleet:
 
     @property
     def context(self) -> int:
-        """Tokens in an engine's cache for a sequence, in the mean over its turns."""
+        """Tokens of a sequence in an engine's cache, averaged over its turns."""
         return self.plan.workload.tokens // 2
 
     @property
@@ -205,7 +207,7 @@ class Fleet:
 
     @property
     def regions(self) -> tuple[RegionModel, ...]:
-        """The regions for a simulation; a version is as long on its way as its bytes take."""
+        """The regions for a simulation; the size of a version determines its arrival time."""
         return tuple(
             RegionModel(
                 name=region.name,
@@ -219,36 +221,36 @@ class Fleet:
 
     @property
     def remote_regions(self) -> int:
-        """Regions but home."""
+        """Number of regions other than home."""
         return sum(region.rtt_ms > 0 for region in self.plan.regions)
 
     @property
     def delta_bytes(self) -> float:
-        """Bytes of one version, as it is published."""
+        """Bytes of one published version."""
         return self.sizes.total * self.plan.assumptions.published_bytes * self.plan.assumptions.delta_share
 
     @property
     def delta_s(self) -> float:
-        """From a step's end until the last region's engines sample with its weights."""
+        """Seconds from a step's end until the last region's engines sample with its weights."""
         trainer = self.calibration.trainer
         arrival_s = max(region.arrival_s + region.rtt_s for region in self.regions)
         return trainer.save_s + trainer.publish_s + arrival_s + self.plan.assumptions.swap_s
 
     @property
     def training_flops(self) -> float:
-        """Operations that a step must do."""
+        """Operations of the training in a step."""
         return self._training(self.rollouts * self.plan.workload.tokens).flops
 
     @property
     def sampling_flops(self) -> float:
-        """Operations that the rollouts of a step must do."""
+        """Operations of the rollouts of a step."""
         work = self.plan.workload
         read = work.tokens * (token_flops(self.spec) + self.context * pair_flops(self.spec))
         return float(self.rollouts * (read + work.sampled_tokens * head_flops(self.spec)))
 
     @property
     def calibration(self) -> RunCalibration:
-        """The speed of all that is modelled."""
+        """The speeds of all modelled parts."""
         assumed = self.plan.assumptions
         machines = -(-self.ranks // assumed.machine_gpus)
         encode_s = self.sizes.total * assumed.published_bytes / (machines * assumed.encode_gb_s * 1e9)
@@ -270,7 +272,7 @@ class Fleet:
         )
 
     def check(self) -> None:
-        """Raise :class:`~etude.errors.ConfigError` where an engine's GPUs hold neither weights nor cache."""
+        """Raise :class:`~etude.errors.ConfigError` if an engine's GPUs cannot hold the weights or the cache."""
         tokens, longest = self.plan.workload.tokens, self.config.engine.max_length
         if tokens > longest:
             raise ConfigError(
@@ -297,13 +299,13 @@ class Fleet:
 
     @property
     def _position_bytes(self) -> int:
-        """Bytes of a token in the cache of one of an engine's GPUs."""
+        """Bytes of one token in the cache of one GPU of an engine."""
         tensor, _, _ = engine_sizes(self.config)
         return server_position_bytes(self.spec, CACHE_BYTES, tensor, 1)
 
     @property
     def assumptions(self) -> Assumptions:
-        """The plan's, with the shares that étude's own kernels reached where it names none."""
+        """The plan's assumptions; missing shares are those that étude's own kernels reached."""
         assumed, rates = self.plan.assumptions, self._rates(self.plan.trainer)
         training = _training_share(rates, self.spec)
         return assumed.model_copy(
@@ -316,7 +318,7 @@ class Fleet:
         )
 
     def _rates(self, gpu: str) -> Rates:
-        """Rates of a GPU, with the shares that are assumed."""
+        """Rates of a GPU with the assumed shares."""
         assumed, rates = self.plan.assumptions, Rates.of_gpu(self.sheet(gpu).kind)
         return replace(
             rates,
@@ -386,7 +388,7 @@ def _work(shape: WorkloadShape, factor: float) -> RolloutWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Money: what a step, and an hour of it, take beside time."""
+    """Costs of a step and of an hour."""
 
     engine_usd_h: float
     trainer_usd_h: float
@@ -424,7 +426,7 @@ def lent_of(region: PlannedRegion) -> Lent:
 
 
 def gpu_price(fleet: Fleet, name: str, market: Market) -> float:
-    """Dollars for an hour of a GPU. Raises :class:`~etude.errors.ConfigError` where none is known."""
+    """Dollars for an hour of a GPU. Raises :class:`~etude.errors.ConfigError` if there is no price."""
     price = fleet.sheet(name).price(market)
     if price is None:
         raise ConfigError(f"no {market} price of {name!r} is known: give {market}_usd_h under [gpus.{name}] of a file")

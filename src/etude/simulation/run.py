@@ -1,9 +1,9 @@
-"""A whole run in virtual time: the shells of production over modelled engines, agents, sandboxes and a trainer.
+"""A whole run in virtual time: the production code over modelled engines, agents, sandboxes and a trainer.
 
     recipe, calibration, regions ──▶ Dispatcher, RolloutRunner, Schedule, Breaker, Admission, Ledger (SQLite), ─▶ events
                                      RegionalSessions, Regions, EnginePool, Router
 
-What decides is not copied: it is the code of a run, unchanged. Two runs of one seed are the same to the last event.
+All decisions are made by the unchanged code of a run, not by a copy. Two runs of one seed are identical in every event.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from etude.telemetry.log import EventLog, EventReader
 from etude.types import Case, FunctionChecks, Split, Task
 
 REPORT_S = 0.05
-"""Interval at which the rollouts process asks which version is served."""
+"""Interval at which the rollouts process polls the served version."""
 STATS_S = 5.0
 """Interval at which an engine reports its load."""
 MEMORY = Path("/dev/shm")
-"""A folder in memory, where there is one: a simulated ledger need not survive anything."""
+"""A folder in memory, if available: a simulated ledger need not be durable."""
 GRADING = "grading_s"
-"""Measure of a played session: the seconds that its grading takes."""
+"""Measure of a simulated session: the seconds that its grading takes."""
 CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=None),))
 
 
@@ -51,31 +51,31 @@ class RegionModel:
     name: str
     engines: int
     rtt_s: float = 0.0
-    """Round trip from home."""
+    """Round-trip time from home."""
     arrival_s: float = 0.0
     """From a version's publication until it is in the region's own store."""
     lent: "Lent | None" = None
-    """Engines that are there at times; ``None``: all are always."""
+    """Engines that are available only at times; ``None``: all are always available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lent:
-    """Engines that production lends in a part of each day, in seconds."""
+    """Engines that production lends during a part of each day; times in seconds."""
 
     share: float
     """Share of the region's engines, below 1."""
     day_s: float
     begin_s: float
     end_s: float
-    """Before ``begin_s`` where it is on the next day."""
+    """Less than ``begin_s`` if it is on the next day."""
 
     def scaled(self, factor: float) -> "Lent":
-        """The same in a simulation whose seconds are longer by a factor."""
+        """The same with all times multiplied by a factor."""
         day_s, begin_s, end_s = (seconds / factor for seconds in (self.day_s, self.begin_s, self.end_s))
         return replace(self, day_s=day_s, begin_s=begin_s, end_s=end_s)
 
     def left_s(self, now_s: float) -> tuple[bool, float]:
-        """True where they are lent, and how long that stays so."""
+        """True while they are lent, and the seconds until that changes."""
         at_s = now_s % self.day_s
         to_begin_s, to_end_s = ((edge_s - at_s) % self.day_s or self.day_s for edge_s in (self.begin_s, self.end_s))
         return to_end_s < to_begin_s, min(to_begin_s, to_end_s)
@@ -83,34 +83,34 @@ class Lent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEvents:
-    """All that a simulated run left behind."""
+    """The records of a simulated run."""
 
     logged: tuple[Logged, ...]
     """Events of trainer and engines, in virtual time."""
     rollouts: tuple[Logged, ...]
-    """Events of the rollouts process, likewise."""
+    """Events of the rollouts process, in virtual time."""
     sandboxes: tuple[tuple[float, int], ...]
-    """Time → sandboxes that were open."""
+    """Pairs of time and number of open sandboxes."""
 
     @property
     def steps(self) -> list[Logged]:
-        """The trainer's steps as they ended."""
+        """The trainer's steps, in the order of their ends."""
         return [each for each in self.logged if isinstance(each.event, StepDone)]
 
     @property
     def most_sandboxes(self) -> int:
-        """Most that were open at a time."""
+        """Largest number of sandboxes open at a time."""
         return max((count for _, count in self.sandboxes), default=0)
 
     @property
     def all(self) -> list[Logged]:
-        """All of them in order, as the events of a run are read."""
+        """All events in order, as they are read from a run."""
         return sorted([*self.logged, *self.rollouts], key=lambda each: each.at_s)
 
 
 @final
 class SimulatedRun:
-    """A run in the time of the running loop; its parts may be killed and started again while it goes on."""
+    """A run in the time of the running loop; its parts may be killed and restarted during the run."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class SimulatedRun:
         seed: int = 0,
         poll_s: float | None = None,
     ) -> None:
-        """``poll_s`` is the interval at which a process looks for what it waits for; ``None``: as in a real run."""
+        """``poll_s`` is the polling interval of processes; ``None``: as in a real run."""
         self.config = config
         self._poll_s = poll_s
         self._calibration = calibration
@@ -147,13 +147,13 @@ class SimulatedRun:
         self.store.followers.append(self._announce)
         self.sandboxes = ModelledSandboxes(self)
         self.late_s = dict.fromkeys(self.regions, 0.0)
-        """Region → seconds by which a version that is published now takes longer to it."""
+        """Region → additional delay, in seconds, of a version published now."""
         self.logged: list[Logged] = []
         self._occupied: list[tuple[float, int]] = []
         self._background: set[asyncio.Task[None]] = set()
 
     async def play(self, *, until_s: float | None = None) -> SimulatedEvents:
-        """Run all steps, or those of a number of seconds, each part once."""
+        """Run all steps, or those within ``until_s`` seconds, with one instance of each part."""
         now = LoopClock().now
         with EventLog(self._folder / "events", "rollouts", now=now) as events, self.open_ledger() as ledger:
             self.start_background()
@@ -164,7 +164,7 @@ class SimulatedRun:
         return self.events()
 
     async def _take_steps(self, ledger: Ledger, events: EventLog, until_s: float | None) -> None:
-        """Be trainer and rollouts process, to the last step or so long."""
+        """Run trainer and rollouts process, to the last step or until ``until_s``."""
         with suppress(TimeoutError), self.open_ledger() as trainers:
             async with asyncio.timeout(until_s), asyncio.TaskGroup() as group:
                 group.create_task(self.roll(ledger, events))
@@ -183,7 +183,7 @@ class SimulatedRun:
         return Ledger.open(self._folder / "ledger.db", self.config.ledger, LoopClock())
 
     async def train(self, ledger: Ledger) -> None:
-        """Be the trainer process."""
+        """Run the trainer process."""
         write = self._writer("train")
         trainer = ModelledTrainer(
             self.config,
@@ -196,7 +196,7 @@ class SimulatedRun:
         await trainer.run(poll_s=self._poll_s or POLL_S)
 
     async def roll(self, ledger: Ledger, events: EventLog, openers: Mapping[str, SessionOpener] | None = None) -> None:
-        """Be a rollouts process, until all groups are complete; ``openers`` are its ways to the regions."""
+        """Run a rollouts process until all groups are complete; ``openers`` connect to the regions."""
         sessions = RegionalSessions(Regions(self.regions), openers or self.regions, LoopClock())
         agents = ModelledAgents(self)
         context = replace(
@@ -223,7 +223,7 @@ class SimulatedRun:
             reporting.cancel()
 
     def start_background(self) -> None:
-        """Start what is beside both processes: the polls of gateways, the reports of engines."""
+        """Start the background tasks: the polls of gateways, the reports of engines."""
         for name, region in self.regions.items():
             self._spawn(region.pool.watch())
             if (lent := self._models[name].lent) is not None:
@@ -231,7 +231,7 @@ class SimulatedRun:
         self._spawn(self._measure())
 
     async def stop_background(self) -> None:
-        """Stop it."""
+        """Stop the background tasks."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -262,7 +262,7 @@ class SimulatedRun:
             await asyncio.sleep(self._poll_s or REPORT_S)
 
     async def _measure(self) -> None:
-        """Report the load of engines, and the sandboxes that are open."""
+        """Report the load of engines and the number of open sandboxes."""
         engines = [(f"{name}-{n}", e) for name, region in self.regions.items() for n, e in enumerate(region.engines)]
         before = {name: (0.0, 0.0, 0, 0.0) for name, _ in engines}
         while True:
@@ -298,13 +298,13 @@ class SimulatedRun:
 
 @final
 class ModelledAgents:
-    """Harness and grader of a simulated run: turns, tokens and seconds of its workload."""
+    """Harness and grader of a simulated run, with the turns, tokens and seconds of its workload."""
 
     def __init__(self, run: SimulatedRun) -> None:
         self._run = run
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """Play one session."""
+        """Simulate one session."""
         work = self._run.work(task)
         region = self._run.regions[session.session_id.partition("/")[0]]
         tokens, prompt_tokens = work.sampled_tokens // work.turns, work.prompt_tokens // work.turns
@@ -315,29 +315,29 @@ class ModelledAgents:
         return HarnessResult(reason="submit", counts={}, measures={GRADING: work.grading_s})
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """Grade one, one of two times as a success."""
+        """Grade one session, half of them as successes."""
         await self._run.processors.run(result.measures[GRADING])
         return Grade(value=float(self._run.random.random() < 0.5), parts={})
 
     async def unused(self, task: Task, session: Session) -> str:
-        """Never called: :meth:`run` plays."""
+        """Never called: :meth:`run` replaces it."""
         raise NotImplementedError
 
 
 @final
 class ModelledSandboxes:
-    """Sandboxes that take a time to be there, and whose commands take theirs."""
+    """Sandboxes with modelled times for start and commands."""
 
     def __init__(self, run: SimulatedRun) -> None:
         self._run = run
         self.made = FakeSandboxes(on_exec=self._compute)
 
     async def _compute(self, argv: Sequence[str]) -> None:
-        """Run the only command there is: the seconds that it takes."""
+        """Run the only command: it waits for a number of seconds."""
         await self._run.processors.run(float(argv[0]))
 
     def __len__(self) -> int:
-        """Sandboxes that are open."""
+        """Number of open sandboxes."""
         return len(self.made)
 
     async def open(self, task: Task, *, gateway: str) -> FakeSandbox:
@@ -347,9 +347,8 @@ class ModelledSandboxes:
 
 
 async def lend(region: ModelledRegion, lent: Lent) -> None:
-    """Let a region have fewer places while production has its engines, day after day.
-
-    Calls of an engine that is given back go on in others, token by token (``docs/deploying.md``).
+    """Reduce a region's places while production has its engines, every day. Calls of a returned engine continue in
+    others, token by token (``docs/deploying.md``).
     """
     rates = [engine.rates for engine in region.engines]
     while True:
@@ -383,8 +382,8 @@ def simulate(
     poll_s: float | None = None,
     until_s: float | None = None,
 ) -> SimulatedEvents:
-    """Run all steps of a recipe in virtual time, or those of so many seconds of it; ``poll_s`` is as
-    :class:`SimulatedRun` takes it.
+    """Run all steps of a recipe in virtual time, or those within a number of seconds; ``poll_s`` as in
+    :class:`SimulatedRun`.
     """
 
     async def main(folder: Path) -> SimulatedEvents:
@@ -396,5 +395,5 @@ def simulate(
 
 
 def skipped_steps(config: RunConfig) -> int:
-    """Steps at either end of a run in which its pipeline fills and runs dry."""
+    """Number of steps at each end of a run in which its pipeline fills or drains."""
     return config.rollouts.max_staleness + 1

@@ -1,21 +1,21 @@
 """Training checkpoints on disk: complete, verified, atomic, for any number of writing or reading processes.
 
     step-00000012/
-        rank-00000.safetensors     what rank 0 holds: its part of each tensor, and in the header where that part lies
+        rank-00000.safetensors     rank 0's part of each tensor; the header has the position of each part
         rank-00001.safetensors     …
         manifest.json              SHA-256 of every file, written last
 
     trainer    copy to host memory ──▶ next steps …
     a thread        └──▶ own file, its SHA-256 ──▶ on rank 0: wait for the others' ──▶ manifest, rename, drop the oldest
 
-Only the copy is made while training waits; from a GPU it goes into pinned memory. The folder is written under another
-name, synced to the disk and renamed when it is complete, so a crash or a power cut leaves the previous one. One is
-written at a time, the last two are kept. One process writes one file, in the same form. Ranks that write tell each
-other by files, so that nothing on the threads gets between the collectives of training.
+Training waits only for the copy; from a GPU it goes into pinned memory. The folder is written under a temporary name,
+synced to the disk and renamed when it is complete, so a crash or a power cut leaves the previous checkpoint intact. One
+checkpoint is written at a time, and the last two are kept. A single process writes one file in the same format. Ranks
+signal each other through files, so that the threads run no collectives that could interleave with those of training.
 
-torch's own distributed checkpoints are not used: their metadata are a pickle, and the ranks plan by sending pickles to
-each other. Here a header is JSON and says of each part its tensor's shape and where the part begins; a rank that wants
-any region of a tensor reads what overlaps it, so the ranks of a resumed run need not be those that saved.
+torch's distributed checkpoints are not used: their metadata is a pickle, and the ranks plan by exchanging pickles. Here
+the header is JSON and has, for each part, the tensor's shape and the offset of the part. A rank that needs a region of
+a tensor reads every part that overlaps it, so a run can resume with a different number of ranks.
 """
 
 import hashlib
@@ -49,17 +49,17 @@ PARTS = "parts"
 """Key in a file's header: ``{tensor: {"shape": […], "start": […]}}`` as JSON."""
 PARTIAL = ".partial"
 DIGEST = ".sha256"
-"""Suffix of the file that says that a rank's own is whole; gone once the manifest has it."""
+"""Suffix of the marker that a rank's file is complete; removed once the manifest has the digest."""
 PARTS_S = 3600.0
 """Longest time that rank 0 waits for another rank's file."""
 POLL_S = 0.05
-"""Interval at which it looks for it: little beside writing one."""
+"""Polling interval for that file: short compared with writing one."""
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: dtype for dtype, name in STORED_TYPES.items()})
-"""Types by the names that files have for them."""
+"""Types by their names in the files."""
 FIX = "restore it from a copy, or start a new run from the last published weights"
 
 Like: TypeAlias = Callable[[str], Tensor | None]
-"""Name of a tensor → one of its shape that is sharded as it shall be; ``None``: it shall be whole."""
+"""Name of a tensor → a tensor of the same shape with the target sharding; ``None``: not sharded."""
 
 
 def whole(_name: str) -> None:
@@ -75,17 +75,17 @@ class Box:
 
     @property
     def count(self) -> int:
-        """Numbers in it."""
+        """Number of elements in the region."""
         return torch.Size(self.shape).numel()
 
     def overlap(self, other: "Box") -> "Box":
-        """Region that lies in both; of shape 0 somewhere if nothing does."""
+        """Intersection of both regions; a size of 0 on some axis if they do not overlap."""
         starts = tuple(map(max, self.start, other.start))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True))
         return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
 
     def inside(self, outer: "Box") -> tuple[slice, ...]:
-        """Index of a tensor that holds ``outer`` to get this region of it."""
+        """Index of this region in a tensor that holds ``outer``."""
         offsets = (start - first for start, first in zip(self.start, outer.start, strict=True))
         return tuple(slice(offset, offset + size) for offset, size in zip(offsets, self.shape, strict=True))
 
@@ -120,10 +120,11 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, step: int, tensors: Mapping[str, Tensor]) -> Future[None]:
-        """Begin to write the state after ``step``; every rank has to call it, with the same names.
+        """Begin to write the state after ``step``; every rank has to call this, with the same names.
 
-        The tensors may change as soon as this returns. On rank 0 the result is there when the checkpoint is whole and
-        on the disk, and the oldest is dropped; on others when their own file is. The one before must be whole.
+        The tensors may change as soon as this returns. On rank 0 the future completes when the whole checkpoint is on
+        the disk and the oldest is dropped; on other ranks when their own file is on the disk. The previous checkpoint
+        must be complete.
         """
         self.check()
         assert self._written is None or self._written.done(), "one checkpoint at a time"
@@ -131,22 +132,22 @@ class Checkpoints:
             for left in self._folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(left)
             self._partial(step).mkdir()
-        self._meet()  # no rank writes before the folder is there
+        self._meet()  # no rank writes before the folder exists
         self._written = self._thread.submit(self._write, step, _Parts.of(self._own(tensors)))
         return self._written
 
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the state after ``step``; returns on every rank when the checkpoint is whole."""
+        """Write the state after ``step``; returns on every rank when the checkpoint is complete."""
         self.start(step, tensors).result()
         self._meet()
 
     def check(self) -> None:
-        """Raise what the last write failed with, if it has failed by now."""
+        """Raise the error of the last write, if it has failed by now."""
         if self._written is not None and self._written.done():
             self._written.result()
 
     def abandon(self) -> None:
-        """Wait for no other rank's file any more: after an error none may come."""
+        """Stop waiting for other ranks' files: after an error they may never come."""
         self._is_abandoned.set()
 
     def steps(self) -> list[int]:
@@ -182,7 +183,7 @@ class Checkpoints:
             shutil.rmtree(self._path(old))
 
     def _digest_of(self, path: Path) -> str:
-        """SHA-256 that another rank says of its file, once it is whole."""
+        """SHA-256 of another rank's file, as that rank reports it once the file is complete."""
         deadline_s = time.monotonic() + PARTS_S
         while not path.exists():
             if self._is_abandoned.wait(POLL_S) or time.monotonic() > deadline_s:
@@ -198,9 +199,7 @@ class Checkpoints:
         return self._folder / f"step-{step:08d}{PARTIAL}"
 
     def _own(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors that this rank has to write: its parts of sharded tensors, and on rank 0 what all ranks hold
-        alike.
-        """
+        """Tensors that this rank has to write: its parts of sharded tensors, and on rank 0 the replicated tensors."""
         for name, tensor in tensors.items():
             if not isinstance(tensor, DTensor):
                 if self._rank == 0:
@@ -213,7 +212,7 @@ class Checkpoints:
                 yield name, tensor
 
     def _meet(self) -> None:
-        """Return on no rank before all have called."""
+        """Barrier: wait until all ranks have called this."""
         if self._mesh is not None:
             dist.all_reduce(torch.zeros(1, device=self._mesh.device_type), group=self._mesh.get_group())
             if self._mesh.device_type == "cuda":
@@ -222,7 +221,7 @@ class Checkpoints:
 
 @final
 class _Parts:
-    """One rank's part of a checkpoint: copies in the host's memory, and where they lie in their tensors."""
+    """One rank's part of a checkpoint: copies in host memory, and their positions in the tensors."""
 
     def __init__(self, copies: dict[str, Tensor], places: dict[str, Any]) -> None:
         self._copies = copies
@@ -251,13 +250,13 @@ class _Parts:
 
 @final
 class _Saved:
-    """One checkpoint, read as far as it is asked for: a rank reads and verifies the files that it needs a part of."""
+    """One checkpoint, read lazily: a rank reads and verifies only the files that it needs a part of."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
         self._unverified: dict[str, str] = {}
-        """File → its SHA-256, until it was found to have it."""
+        """File → its expected SHA-256, until it is verified."""
         self._parts: dict[str, list[tuple[str, Box]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -275,7 +274,7 @@ class _Saved:
         return sorted(self._parts)
 
     def read(self, name: str, like: Tensor | None) -> Tensor:
-        """A tensor, whole on the CPU or sharded as ``like``, which then must have its shape."""
+        """A tensor, whole on the CPU or sharded as ``like``, which must have the same shape."""
         shape = self._shapes[name]
         if not isinstance(like, DTensor) or like.shape != shape:
             return self._region(name, Box((0,) * len(shape), shape))
@@ -283,10 +282,10 @@ class _Saved:
         sharded = DTensor.from_local(
             own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-        return sharded.to(like.device)  # from_local puts it on the mesh's, where moments of another home only pass
+        return sharded.to(like.device)  # from_local moves it to the mesh's device; offloaded moments belong elsewhere
 
     def _open(self, name: str) -> None:
-        """Find out what a file says it has."""
+        """Read the header of a file."""
         if Path(name).name != name:
             raise ValueError(f"{name!r} is not a file of this folder")
         self._files[name] = safe_open(self._folder / name, framework="pt")
@@ -320,7 +319,7 @@ def _file_name(rank: int) -> str:
 
 
 def _put(path: Path, text: str) -> None:
-    """A file that is there whole or not at all."""
+    """Write a file atomically."""
     written = path.with_name(f"{path.name}{PARTIAL}")
     written.write_text(text, encoding="ascii")
     written.rename(path)

@@ -1,40 +1,42 @@
-"""Distillation of single turns: the policy with a hint in its context is teacher of the policy without.
+"""Distillation of single turns: the policy with a hint in its context teaches the policy without the hint.
 
     L = L_RL + (γ/Z) Σ_t v_t · KL( π_θ(·|c, y_<t) ‖ sg π_h(·|y_<t) )     π_h(·|y_<t) = π_θ(·|c ⊕ h, y_<t)
 
     example ──┬─▶ context, reply ──▶ student, with gradient  ──┐
              └─▶ context ⊕ hint, reply ──▶ teacher, without ──┴──▶ divergence at every token of the reply
 
-After Composer 2.5's targeted textual feedback (https://cursor.com/blog/composer-2-5): reverse KL on what the student
-sampled, as in on-policy distillation (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543), with the same weights as
-teacher, as in SDPO (arXiv 2601.20802). What those leave open is decided so:
+After Composer 2.5's targeted textual feedback (https://cursor.com/blog/composer-2-5): reverse KL on the student's
+samples, as in on-policy distillation (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543), with the same weights as
+teacher, as in SDPO (arXiv 2601.20802). Choices that those sources leave open:
 
-- **Estimator.** ``full`` sums over the vocabulary at every token. ``sampled`` looks at the sampled tokens alone,
-  w_t · sg(log π_θ(y_t) − log π_h(y_t)) · ∇log π_θ(y_t): its mean over y_t ~ π_θ is the gradient of the sum, since that
-  of ∇log π_θ(y_t) alone is 0.
-- **Contexts.** With ``shared``, v_t = sg min(1, π_h(y_<t) / π_θ(y_<t)): a token counts as far as the teacher would have
-  come to it, too. Behind words that it would never have said, its own are those of a context that it does not know, and
-  the student would learn to babble. With ``all``, v_t = 1. Either way every term is at least 0, and 0 without a hint.
-- **Z** is what L_RL would divide a sum over tokens by, had every group of the batch a signal
-  (:func:`etude.trainer.losses.distillation_normaliser`): by default, its sampled tokens. In such a batch a nat on one
-  token weighs as much as γ of advantage on one token, whatever the kind of loss; beside fewer such groups, whose tokens
-  weigh more by themselves, less. How many happen to have a signal changes no example, and a habit that dies out takes
-  its term along. Per hinted token instead, the last slip would be worth as much as all of the first ones.
-- **Staleness.** Replies were sampled by versions before. In ``full`` that only decides at which contexts the two are
-  compared: every term is at least 0, and 0 where they agree, for whatever contexts; so nothing is weighted. In
-  ``sampled`` y_t is drawn from the wrong distribution, too; w_t = min(π_θ(y_t)/μ(y_t), cap) mends that, as in RL.
-- **Cuts.** Both compare whole distributions at the turn's temperature, at 1 for greedy turns: what a hint asks for may
-  lie outside of the set that top-p had left. ``sampled`` never sees such tokens, and greedy turns say nothing to it.
+- **Estimator.** ``full`` sums over the vocabulary at every token. ``sampled`` uses only the sampled tokens, w_t ·
+  sg(log π_θ(y_t) − log π_h(y_t)) · ∇log π_θ(y_t): its mean over y_t ~ π_θ is the gradient of the sum, since the mean of
+  ∇log π_θ(y_t) is 0.
+- **Contexts.** With ``shared``, v_t = sg min(1, π_h(y_<t) / π_θ(y_<t)): a token counts in proportion to the probability
+  that the teacher would also have reached it. After words that the teacher would never have produced, its predictions
+  are for an unfamiliar context, and the student would learn nonsense. With ``all``, v_t = 1. Either way every term is
+  at least 0, and 0 without a hint.
+- **Z** is the divisor of a sum over tokens in L_RL if every group of the batch had a signal
+  (:func:`etude.trainer.losses.distillation_normaliser`): by default, the number of sampled tokens. In such a batch a
+  nat on one token weighs as much as γ of advantage on one token, for every kind of loss; with fewer groups with a
+  signal, whose tokens weigh more, it weighs less. The number of such groups does not change an example, and as a bad
+  habit disappears, so does its term. If Z counted hinted tokens instead, the last mistake would weigh as much as all of
+  the first ones.
+- **Staleness.** Replies were sampled by earlier versions. In ``full`` that only determines the contexts at which the
+  two are compared: for any context, every term is at least 0, and 0 if they agree; so nothing is weighted. In
+  ``sampled``, y_t is also drawn from the wrong distribution; w_t = min(π_θ(y_t)/μ(y_t), cap) corrects that, as in RL.
+- **Truncation.** Both compare whole distributions at the turn's temperature, at 1 for greedy turns: the tokens that a
+  hint asks for may be outside of the top-p set. ``sampled`` never sees such tokens, and cannot use greedy turns.
 - **Routes.** Student and teacher replay the engine's as RL does (:mod:`etude.trainer.replay`), the teacher only those
-  of the tokens before the hint: those after it were never read with the hint before them.
+  of the tokens before the hint: the engine never read the later tokens with the hint in context.
 
-The logits of ``full`` are made of a few tokens at a time (:mod:`etude.trainer.readout`), so memory is bounded however
-long the turns are: some eight arrays of such a chunk, logits and logarithms of both sides, the terms, and gradients.
+The logits of ``full`` are computed for a few tokens at a time (:mod:`etude.trainer.readout`), so memory is bounded for
+turns of any length: about eight arrays of such a chunk (logits and logarithms of both sides, the terms, and gradients).
 
-Owns the examples of a step and their loss. Not which turns get a hint (:mod:`etude.rewards.shaping.hints`) nor where it
-stands (:mod:`etude.tokens.reminders`).
+Owns the examples of a step and their loss. Does not own the choice of turns to hint
+(:mod:`etude.rewards.shaping.hints`) or the position of a hint (:mod:`etude.tokens.reminders`).
 
-Shape legend: N hinted tokens of a piece, n those of a chunk, H hidden, V vocabulary.
+Shape legend: N hinted tokens of a micro-batch, n those of a chunk, H hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -82,7 +84,7 @@ class DistillationBatch:
 
     examples: tuple[DistillationExample, ...] = ()
     shares: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """For each share of the batch its pieces: examples, by their index, that go through the model together."""
+    """Micro-batches for each share of the batch, as indices of examples that go through the model together."""
 
 
 NO_DISTILLATION = DistillationBatch()
@@ -94,11 +96,11 @@ class DistillationLoss:
     """One micro-batch's share of the distillation loss."""
 
     loss: Tensor
-    """Scalar with gradient: its share of the term behind the plus."""
+    """Scalar with gradient: its share of the second term of L."""
     tokens: int
-    """Hinted ones."""
+    """Hinted tokens."""
     nats: float
-    """Σ of v times their divergences, before the step; with ``sampled`` an estimate of it."""
+    """Σ of v times the divergences of the tokens, before the step; with ``sampled`` an estimate of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +108,13 @@ class TokenDivergences:
     """Divergences of student and teacher, token by token."""
 
     terms_N: Tensor
-    """Terms to be summed up; their gradient is the one that is meant."""
+    """Terms to be summed; only their gradient is meaningful."""
     nats_N: Tensor
     """Divergences, or estimates of them."""
     gaps_N: Tensor
-    """log π_h − log π_θ of what was sampled."""
+    """log π_h − log π_θ of the sampled tokens."""
     examples_N: Tensor
-    """int64, ascending: which example of the piece."""
+    """int64, ascending: index of the example in the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +130,8 @@ class Distillation:
     """See :func:`~etude.trainer.readout.in_chunks`."""
 
     def teach(self, model: CausalModel, examples: Sequence[DistillationExample], normaliser: float) -> DistillationLoss:
-        """The loss of a piece, ``normaliser`` being Z.
-
-        Without examples it is 0, with a gradient of 0: the pass only keeps other ranks company.
+        """The loss of a micro-batch, with ``normaliser`` Z. Without examples it is 0, with a gradient of 0: the pass
+        only takes part in the collectives of other ranks.
         """
         students, teachers = [example.student for example in examples], [example.teacher for example in examples]
         compare = self._everything if self.config.estimator == "full" else self._sampled
@@ -174,15 +175,15 @@ class Distillation:
         return tokens, *hidden_before(model, *placed, routing, self.context)
 
     def _tokens(self, model: CausalModel, views: Sequence[Trajectory]) -> tuple[SampledTokens, Routing | None]:
-        """The replies of some contexts, drawn from whole distributions, and the routes of all tokens."""
+        """The replies of some contexts, without sampling masks, and the routes of all tokens."""
         device = model.embedding.device
         tokens = replace(sampled_tokens(views, [view.loss_mask for view in views], device), sampling_mask=None)
         return tokens, routing_of(views, self.replay, self.floor, device)
 
 
 def divergences(student_nV: Tensor, teacher_nV: Tensor, temperatures_n: Tensor, ids_n: Tensor) -> Tensor:
-    """[n,2] KL(student ‖ teacher) in nats, of softmax(logits / temperature) over the whole vocabulary, and what the
-    teacher's log-probability of ``ids`` is above the student's.
+    """[n,2] KL(student ‖ teacher) in nats, of softmax(logits / temperature) over the whole vocabulary, and the
+    teacher's minus the student's log-probability of ``ids``.
     """
     wide = torch.promote_types(student_nV.dtype, torch.float32)
     scales_n1 = temperatures_n.unsqueeze(1)
@@ -194,8 +195,8 @@ def divergences(student_nV: Tensor, teacher_nV: Tensor, temperatures_n: Tensor, 
 def sampled_terms(student_N: Tensor, teacher_N: Tensor, engine_N: Tensor, *, cap: float) -> tuple[Tensor, Tensor]:
     """([N] w · sg(log π_θ − log π_h) · log π_θ, [N] w · (log π_θ − log π_h)) of sampled tokens, w = min(π_θ/μ, cap).
 
-    All three are log-probabilities; only the student's has a gradient, and the first result's is the one that is meant:
-    over y_t ~ μ its mean is that of :func:`divergences`, as long as no weight is cut.
+    All three arguments are log-probabilities; only the student's has a gradient. Over y_t ~ μ the mean gradient of the
+    first result is that of :func:`divergences`, as long as no weight is capped.
     """
     fixed_N = student_N.detach()
     weighted_N = (fixed_N - engine_N).exp().clamp(max=cap) * (fixed_N - teacher_N)
@@ -203,7 +204,9 @@ def sampled_terms(student_N: Tensor, teacher_N: Tensor, engine_N: Tensor, *, cap
 
 
 def prefix_weights(compared: TokenDivergences) -> Tensor:
-    """[N] min(1, π_h(y_<t) / π_θ(y_<t)): how far the teacher would have come to a token, too; 1 at the first one."""
+    """[N] min(1, π_h(y_<t) / π_θ(y_<t)): relative probability that the teacher reaches a token, too; 1 at the first
+    one.
+    """
     sums_N = compared.gaps_N.double().cumsum(0)
     before_N = sums_N - compared.gaps_N
     lengths_S = torch.bincount(compared.examples_N)
@@ -214,7 +217,9 @@ def prefix_weights(compared: TokenDivergences) -> Tensor:
 def _chunk(
     model: CausalModel, student_nH: Tensor, teacher_nH: Tensor, temperatures_n: Tensor, ids_n: Tensor
 ) -> tuple[Tensor]:
-    """[n,2] divergences of what the two sides' hidden states predict, and log π_h − log π_θ of what was sampled."""
+    """[n,2] divergences of the predictions from both sides' hidden states, and log π_h − log π_θ of the
+    sampled tokens.
+    """
     with torch.no_grad():
         teacher_nV = model.logits(teacher_nH)
     return (divergences(model.logits(student_nH), teacher_nV, temperatures_n, ids_n),)

@@ -1,12 +1,12 @@
 """The draft head's own loss: distillation of the policy's next-token distributions, beside the policy's loss.
 
-    hidden states of a pass ──▶ one place further ──▶ draft head ──▶ its distribution of each sampled token ─┐
+    hidden states of a pass ──▶ shifted by one ─────▶ draft head ──▶ its distribution of each sampled token ─┐
               └───────────────▶ the policy's own distribution of it ─────────────────────────────────────────┴─▶ KL
 
-The head's row of a token reads the hidden state of the token before and guesses what the policy says one token later,
-as in DeepSeek-V3's multi-token prediction (arXiv 2412.19437 section 2.2, eq. 21–24), but for the target: not the token
-that came, but the policy's whole distribution, KL(policy ‖ head) at temperature 1, since that is what its drafts are
-judged by. Only sampled tokens count: no others are drafted. No gradient reaches the policy.
+The head's row of a token reads the hidden state of the previous token and predicts the policy's output one token later,
+as in DeepSeek-V3's multi-token prediction (arXiv 2412.19437 section 2.2, eq. 21–24). Only the target differs: not the
+next token, but the policy's whole distribution, KL(policy ‖ head) at temperature 1, since that decides whether a draft
+is accepted. Only sampled tokens count, because no others are drafted. No gradient reaches the policy.
 
 Shape legend: T tokens of a micro-batch, N of them scored, H hidden, n those of a chunk.
 """
@@ -22,7 +22,7 @@ from etude.trainer.scores import SampledTokens
 
 
 def draft_divergences(model: Decoder, tokens: SampledTokens, hidden_TH: Tensor) -> Tensor:
-    """[N] nats: KL(policy ‖ draft head) where each scored token was drawn, with the head's gradient.
+    """[N] nats: KL(policy ‖ draft head) at each scored token, with a gradient for the head only.
 
     ``hidden_TH`` are the policy's hidden states of all tokens.
     """

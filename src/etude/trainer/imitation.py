@@ -1,9 +1,9 @@
 """Mid-training and SFT: next-token prediction over packed documents, each token with a weight of its own.
 
-Owns the loss of these phases and its measurements. What is read comes from outside, batch by batch; the step itself is
-:mod:`etude.trainer.optimisation`'s, as in reinforcement learning.
+Owns the loss of these phases and its measurements. The caller supplies the documents, batch by batch; the step itself
+is in :mod:`etude.trainer.optimisation`, as in reinforcement learning.
 
-Shape legend: N tokens of a piece, its documents back to back, P predicted tokens of it, H hidden, V vocabulary.
+Shape legend: N tokens of a micro-batch of concatenated documents, P predicted tokens of it, H hidden, V vocabulary.
 """
 
 import math
@@ -25,26 +25,26 @@ from etude.trainer.scores import hidden_before
 from etude.types import Document, Mask
 
 MicroBatch: TypeAlias = Sequence[Document]
-"""Documents that go through the model together; empty: a pass without any."""
+"""Documents that go through the model together; may be empty."""
 MIN_TOKENS = 2
-"""A shorter document predicts nothing and is left out."""
+"""Least length of a document: a shorter one predicts nothing and is left out."""
 PADDING = Document(token_ids=np.zeros(1, np.int32), weights=np.zeros(1, np.float32))
-"""Stands for the documents of a pass that has none."""
+"""Placeholder in a pass without documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Loss sums over some tokens, which can be added up over pieces and documents."""
+    """Loss sums over some tokens; they can be added over micro-batches and documents."""
 
     weighted: float = 0.0
     """Σ weight · nats."""
     weight: float = 0.0
     action: float = 0.0
-    """Σ nats of the tokens that an agent wrote."""
+    """Σ nats of the predicted tokens that an agent wrote."""
     actions: int = 0
-    """Number of those."""
+    """Number of these tokens."""
     tokens: int = 0
-    """All that were read, predicted or not."""
+    """All tokens, predicted or not."""
 
     def __add__(self, other: "Loss") -> "Loss":
         return Loss(
@@ -57,12 +57,12 @@ class Loss:
 
     @property
     def mean(self) -> float:
-        """Nats per unit of weight; NaN of nothing."""
+        """Nats per unit of weight; NaN without any weight."""
         return self.weighted / self.weight if self.weight else math.nan
 
     @property
     def action_mean(self) -> float:
-        """Nats per token that an agent wrote; NaN where none was."""
+        """Nats per token that an agent wrote; NaN without any."""
         return self.action / self.actions if self.actions else math.nan
 
 
@@ -78,13 +78,13 @@ class ImitationTrainer:
         self._context = None if grid is None else grid.context
 
     def step(self, step: int, microbatches: Sequence[MicroBatch]) -> Loss:
-        """Take step 1, 2, … on this rank's pieces of a batch, as many as every other's, and return the loss of the
-        whole batch that it was taken from.
+        """Take step 1, 2, … on this rank's micro-batches, as many as on every other rank, and return the loss of the
+        whole batch before the step.
 
             L = Σ_t w_t · −log π_θ(y_t) / Σ_t w_t        over the predicted tokens of the whole batch
 
         Raises :class:`~etude.errors.DivergedError` as :meth:`Optimisation.step` does, and ``ValueError`` for a batch in
-        which no token counts.
+        which all weights are 0.
         """
         total = sum(_weight(document) for microbatch in microbatches for document in microbatch)
         if self._grid is not None:  # ranks that share a context have the same documents
@@ -97,14 +97,14 @@ class ImitationTrainer:
 
     @torch.no_grad()
     def measure(self, microbatches: Sequence[MicroBatch]) -> Loss:
-        """The loss of documents that are not learnt from: of this rank's pieces and all others'."""
+        """The loss of documents without training on them, over the micro-batches of all ranks."""
         losses: list[Loss] = []
         for _ in self._losses(microbatches, 1.0, losses):
             pass
         return self._of_all(losses)
 
     def _losses(self, microbatches: Sequence[MicroBatch], total: float, losses: list[Loss]) -> Iterator[Tensor]:
-        """Each micro-batch's share of the loss, computed when asked for; its figures are appended to ``losses``."""
+        """Each micro-batch's share of the loss, computed lazily; its sums are appended to ``losses``."""
         for microbatch in microbatches:
             documents = [document for document in microbatch if len(document.token_ids) >= MIN_TOKENS]
             losses_P, weights_P, acts_P = predict(self._model, documents, self._context)
@@ -124,10 +124,12 @@ class ImitationTrainer:
 def predict(
     model: CausalModel, documents: Sequence[Document], context: ContextParallel | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Nats of the tokens that have a weight, with gradient, those weights, and which of them an agent wrote, all [P].
+    """Nats of the tokens with a weight, with gradient; their weights; and the mask of those that an agent wrote; all
+    [P].
 
-    No document sees another, and its first token is predicted by nothing. With a ``context`` they are the tokens that
-    this rank computes. Of no documents they are none, with a gradient all the same, which other ranks wait for.
+    Documents do not attend to each other, and the first token of each is not predicted. With a ``context`` the results
+    cover the tokens that this rank computes. Without documents they are empty but still have a gradient, which other
+    ranks wait for.
     """
     device = model.embedding.device
     documents = documents or [PADDING]
@@ -153,12 +155,12 @@ def _nats(model: CausalModel, hidden_nH: Tensor, ids_n: Tensor) -> tuple[Tensor]
 
 
 def _weight(document: Document) -> float:
-    """Sum of the weights of all that is predicted in it."""
+    """Sum of the weights of its predicted tokens."""
     return float(document.weights[1:].sum(dtype=np.float64))
 
 
 def _acts(document: Document) -> Mask:
-    """[L] true where an agent wrote the token: it counts fully in a document in which not all do."""
+    """[L] true where an agent wrote the token: it has full weight in a document in which others have less."""
     own: Mask = document.weights == 1
     return own & np.bool_(not own[1:].all())
 

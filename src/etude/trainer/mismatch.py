@@ -1,12 +1,12 @@
 """Train–inference mismatch: log-probabilities of trainer and engine for the same tokens and weights.
 
-In an asynchronous run the trainer has moved on when a token arrives, so comparing with its *current* weights would
-measure learning. Instead the last few published states are kept, and a sample of each batch is scored again under the
-very version that sampled it. A turn is comparable when one version sampled all of it: the engine never reuses a prefix
-across versions, so then that version computed its whole context too.
+In an asynchronous run the trainer has newer weights when a token arrives, so a comparison with its *current* weights
+would measure learning. Instead the last few published states are stored, and a sample of each batch is scored again
+under the version that sampled it. A turn is comparable if one version sampled all of it: the engine never reuses a
+prefix across versions, so that version also computed the whole context.
 
 The scorer computes as the loss does, with the temperature, sampling mask and router replay of each token. Rows without
-a comparable token are left to its own router: the engine computed them with other weights, or recorded no routes.
+a comparable token use the trainer's own router: the engine computed them with other weights, or recorded no routes.
 
 Shape legend: N compared tokens, L tokens of a trajectory.
 """
@@ -26,8 +26,8 @@ from etude.trainer.version_scores import Rescored, Row, VersionScorer, WholeScor
 from etude.types import Floats, Ids, Mask, Trajectory
 
 POSITIONS = (0, 1, 8, 32, 128, 512)
-"""First positions of the ranges of a completion: mismatch that grows along it comes from the cache, mismatch at
-its start from the prefill.
+"""First positions of the ranges of a completion. Mismatch that grows along it comes from the cache, mismatch at its
+start from the prefill.
 """
 
 
@@ -51,11 +51,11 @@ class Mismatch:
     pairs: int = 0
     """Pairs of token and expert, over all sparse layers, that the engine recorded."""
     flips: int = 0
-    """Pairs of those that the trainer's own router would not have chosen."""
+    """Pairs among them that the trainer's own router would not have chosen."""
 
 
 MIN_TOKENS = 100
-"""Fewer compared tokens than this neither warn nor stop: their mean says little."""
+"""Least number of compared tokens for a warning or a stop: a mean of fewer says little."""
 NOTHING_COMPARED = Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
 """The mismatch of no tokens."""
 
@@ -68,7 +68,8 @@ class MismatchReport:
     versions: tuple[tuple[int, Mismatch], ...]
     """By the weight version that sampled, ascending."""
     positions: tuple[tuple[int, Mismatch], ...]
-    """By the first position of a range of ``POSITIONS``, ascending; without flips, which forward passes count."""
+    """By the first position of a range of ``POSITIONS``, ascending; without flips, which are counted per forward pass.
+    """
 
 
 class MismatchLevel(StrEnum):
@@ -80,7 +81,7 @@ class MismatchLevel(StrEnum):
 
 
 def mismatch_level(mismatch: Mismatch, config: NumericsConfig, before: MismatchLevel) -> MismatchLevel:
-    """The level of a mismatch; with too few tokens that of ``before``. NaN is a stop."""
+    """The level of a mismatch; with too few tokens the level ``before``. NaN is a stop."""
     if mismatch.tokens < MIN_TOKENS:
         return before
     if not mismatch.k3 <= config.stop_k3:
@@ -106,7 +107,7 @@ def summarise(differences_N: Floats, *, pairs: int = 0, flips: int = 0) -> Misma
 
 
 class MismatchProbe:
-    """Keeps ``versions`` recent weight versions and scores trajectories under them.
+    """Stores ``versions`` recent weight versions and scores trajectories under them.
 
     ``config`` says whether routes are replayed; ``auto`` must have been resolved for the device.
     """
@@ -122,8 +123,8 @@ class MismatchProbe:
         return cls(WholeScorer(model, config), config, versions=versions)
 
     def remember(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Keep a model's state as ``version`` in the host's memory and forget the oldest beyond the bound. With several
-        ranks ``state`` is ``None``: each keeps its part of the policy.
+        """Store a model's state as ``version`` in host memory and drop the oldest beyond the limit. With several ranks
+        ``state`` is ``None``: each stores its part of the policy.
         """
         self._scorer.remember(version, state, most=self._versions)
 
@@ -142,10 +143,10 @@ class MismatchProbe:
         )
 
     def old_logprobs(self, trajectories: Sequence[Trajectory], *, max_tokens: int) -> list[Floats]:
-        """[L] of each: every sampled token's logprob with the weights that sampled it, 0 elsewhere.
+        """[L] for each trajectory: every sampled token's logprob under the weights that sampled it, 0 elsewhere.
 
-        One forward pass for each version that sampled some of a trajectory. Raises
-        :class:`~etude.errors.DamagedError` where a version is not remembered.
+        Takes one forward pass for each version that sampled a part of a trajectory. Raises
+        :class:`~etude.errors.DamagedError` if a version is not stored.
         """
         logprobs = [np.zeros(len(t.token_ids), np.float32) for t in trajectories]
         for version in sorted({int(version) for t in trajectories for version in np.unique(t.versions[t.loss_mask])}):
@@ -185,7 +186,7 @@ def positions(trajectory: Trajectory) -> Ids:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ComparedTokens:
-    """One version against the engine."""
+    """The compared tokens of one version."""
 
     differences_N: Floats
     positions_N: Ids
@@ -205,7 +206,7 @@ def _compared(rows: Sequence[Row], scored: Rescored) -> _ComparedTokens:
 
 
 def _turns(trajectory: Trajectory) -> Iterable[tuple[int, int]]:
-    """From each turn's first sampled token to the next turn's."""
+    """Ranges from each turn's first sampled token to that of the next turn."""
     ends = (*trajectory.turn_starts[1:], len(trajectory.token_ids))
     return zip(trajectory.turn_starts, ends, strict=True)
 

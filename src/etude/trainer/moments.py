@@ -1,21 +1,21 @@
-"""Ways to keep an optimiser's moments: in float32, in 8 bits, or in the host's memory; and the AdamW that uses them.
+"""Storage of an optimiser's moments: in float32, in 8 bits, or in host memory; and the AdamW that uses it.
 
     fp32       float32 on the device of the parameter, as torch keeps them
-    8bit       codes of 8 bits on the device, and a float32 scale for each block of 256 numbers
+    8bit       8-bit codes on the device, and a float32 scale for each block of 256 numbers
     offload    float32 in the host's memory, pinned where the device is a GPU
 
-The last two are read, used and written back one parameter at a time, so that what an update needs beside the state is
-of one parameter. ``offload`` computes on the device, with the kernel that ``fp32`` runs and on the same numbers: its
-results are the same bits, and nothing but moments crosses the bus.
+The last two are read, used and written back one parameter at a time, so that an update needs extra memory for one
+parameter only. ``offload`` computes on the device, with the kernel of ``fp32`` on the same numbers: its results are
+bit-identical, and only moments cross the bus.
 
 ``8bit`` is block-wise dynamic quantisation (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv
-2110.02861, section 2 and appendix F). Two things differ. A block lies within a row, so that it is cut by no sharding
-and a checkpoint is read back by any number of ranks to the same bits. And of a second moment the root is encoded: the
-codes of 8 bits span seven decades, which are fourteen of the moment itself, so that what divides an update does not
-become 0 where its gradient is a thousandth of its neighbours'. Own code and not torchao's (0.18): that compiles a
-kernel for each shape of a parameter, and its states are tensors of a class of its own, which no safetensors file holds.
+2110.02861, section 2 and appendix F). Two things differ. A block lies within a row, so that sharding never splits it
+and any number of ranks reads a checkpoint back to the same bits. And the square root of a second moment is encoded:
+8-bit codes span seven decades, which correspond to fourteen of the moment itself, so that the divisor of an update does
+not become 0 where its gradient is a thousandth of its neighbours'. torchao (0.18) is not used: it compiles a kernel for
+each parameter shape, and its states are tensors of a custom class, which safetensors files cannot store.
 
-Shape legend: C columns, b blocks, B numbers of a block, … the axes before, which may be sharded.
+Shape legend: C columns, b blocks, B numbers of a block, … the preceding axes, which may be sharded.
 """
 
 import math
@@ -33,34 +33,36 @@ from torch.optim.adamw import adamw
 from etude.config.training import OptimiserState
 
 State: TypeAlias = MutableMapping[str, Tensor]
-"""Tensors that an optimiser keeps of one parameter."""
+"""Tensors that an optimiser stores for one parameter."""
 FIRST, SECOND, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum"
-"""Names of moments, as torch has them: AdamW's two and Muon's."""
+"""Names of moments, as in torch: AdamW's two and Muon's."""
 SCALE = "_scale"
-"""Ending of the name of an encoded moment's scales."""
+"""Suffix of the name of an encoded moment's scales."""
 BLOCK = 256
-"""Numbers that share a scale. The paper takes 2,048; smaller ones cost 1.6 % of the codes' bytes."""
+"""Numbers that share a scale. The paper uses 2,048; with 256, scales add 1.6 % to the bytes of the codes."""
 DECADES = 7
 """Powers of ten that the codes span."""
 
 
 class Moments(Protocol):
-    """A way to keep moments. Tensors that go in and out are this rank's, float32, on the parameter's device."""
+    """Storage of moments. Arguments and results are this rank's tensors, float32, on the parameter's device."""
 
     def read(self, state: State, key: str, parameter: Tensor) -> Tensor:
-        """The moment, zeros where there is none yet; it may be changed in place and then must be written."""
+        """The moment, or zeros if there is none yet. After a change in place, it must be written."""
         ...
 
     def write(self, state: State, key: str, parameter: Tensor, value: Tensor) -> None:
-        """Keep ``value``, which :meth:`read` returned and which may have been changed."""
+        """Store ``value``, which :meth:`read` returned and which may have been changed."""
         ...
 
     def like(self, key: str, parameter: Tensor) -> Tensor | None:
-        """A tensor of the type, shape, sharding and device of what is kept as ``key``; ``None``: nothing is."""
+        """A tensor with the type, shape, sharding and device of the state ``key``; ``None`` if there is no
+        such state.
+        """
         ...
 
     def settle(self) -> None:
-        """Wait until everything that was written is there to be read by the host."""
+        """Wait until the host can read everything that was written."""
         ...
 
 
@@ -80,7 +82,7 @@ class InFloat32:
         return local(state[key])
 
     def write(self, state: State, key: str, parameter: Tensor, value: Tensor) -> None:
-        """Nothing is to be done: what was read is what is kept."""
+        """Do nothing: :meth:`read` returns the stored tensor itself."""
 
     def like(self, key: str, parameter: Tensor) -> Tensor | None:
         """See the protocol."""
@@ -95,13 +97,13 @@ class OnHost:
     """Moments in the host's memory."""
 
     def read(self, state: State, key: str, parameter: Tensor) -> Tensor:
-        """See the protocol; on a CPU what is kept itself."""
+        """See the protocol; on a CPU the stored tensor itself."""
         if key not in state:
             state[key] = self._zeros(parameter)
         return local(state[key]).to(parameter.device, non_blocking=True)
 
     def write(self, state: State, key: str, parameter: Tensor, value: Tensor) -> None:
-        """Copy back, behind what was launched before."""
+        """Copy back, after the kernels launched so far."""
         host = local(state[key])
         if host is not value:
             host.copy_(value, non_blocking=True)
@@ -121,7 +123,7 @@ class OnHost:
 
 @final
 class InEightBits:
-    """Moments as codes and scales; those of gains and biases, which are few, in float32."""
+    """Moments as codes and scales; those of gains and biases, which are small, in float32."""
 
     def read(self, state: State, key: str, parameter: Tensor) -> Tensor:
         """See the protocol."""
@@ -161,7 +163,7 @@ MOMENTS: Mapping[OptimiserState, Callable[[], Moments]] = MappingProxyType(
 
 @final
 class KeptAdamW(torch.optim.AdamW):
-    """torch's fused AdamW, one parameter at a time, on moments that are kept in another way than its own."""
+    """torch's fused AdamW, one parameter at a time, with another storage of moments."""
 
     moments: Moments
 
@@ -203,8 +205,8 @@ class KeptAdamW(torch.optim.AdamW):
 
 
 def encode(x: Tensor, *, code: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 […,C] and float32 […,b]: the nearest entries of ``code`` (ascending, 256 of −1 … 1), and what they are
-    multiplied by: the largest size of each block of :data:`BLOCK` columns. A block with NaN has a scale of NaN.
+    """uint8 […,C] and float32 […,b]: the nearest entries of ``code`` (ascending, 256 of −1 … 1), and their scales: the
+    largest magnitude of each block of :data:`BLOCK` columns. A block with NaN has a scale of NaN.
     """
     columns = x.shape[-1]
     blocks_bB = functional.pad(x, (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
@@ -216,7 +218,7 @@ def encode(x: Tensor, *, code: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales_b: Tensor, *, code: Tensor) -> Tensor:
-    """float32 […,C] of what :func:`encode` made."""
+    """float32 […,C] from the results of :func:`encode`."""
     scales = scales_b.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]]
     return code[codes.int()] * scales
 
@@ -243,7 +245,7 @@ def _is_encoded(parameter: Tensor) -> bool:
 
 
 def _sharded(part: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor sharded as ``parameter`` is and as wide as ``part``, which is what this rank has of it."""
+    """A tensor sharded as ``parameter`` is and as wide as ``part``, which is this rank's shard of it."""
     if not isinstance(parameter, DTensor):
         return part
     shape = torch.Size((*parameter.shape[:-1], part.shape[-1]))

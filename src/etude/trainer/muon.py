@@ -1,12 +1,13 @@
-"""The Muon optimiser: momentum whose every matrix is orthogonalised, whole or sharded.
+"""The Muon optimiser: momentum with every matrix orthogonalised, whole or sharded.
 
-Keller Jordan (https://kellerjordan.github.io/posts/muon), scaled so that its updates are as large as AdamW's
+By Keller Jordan (https://kellerjordan.github.io/posts/muon), scaled so that its updates are as large as AdamW's
 (Moonlight, arXiv 2502.16982 §2.2). Two things differ from ``torch.optim.Muon``, whose coefficients and scale are these:
 
-* A parameter is not a matrix. It holds projections of several heads, gate and up, or all experts of a layer; each of
-  those is orthogonalised by itself, as in Composer 2.5. torch's takes two-dimensional parameters, and as one matrix.
-* Matrices of one shape are multiplied together, up to :data:`MOST_STACKED` numbers at a time, and those of a sharded
-  parameter are made whole on one rank each: all to all, iterate, all to all. torch's knows no shards.
+* A parameter is not a matrix. It contains projections of several heads, gate and up, or all experts of a layer; each of
+  those is orthogonalised by itself, as in Composer 2.5. torch accepts only two-dimensional parameters, each as one
+  matrix.
+* Matrices of one shape are processed as one batch, up to :data:`MOST_STACKED` numbers at a time, and each matrix of a
+  sharded parameter is gathered on one rank: all to all, iterate, all to all. torch's does not support shards.
 
 Shape legend: M matrices, P parameters of one shape, E experts, R rows, C columns; lower case is this rank's part.
 """
@@ -30,16 +31,16 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of x ← a·x + b·(xxᵀ)x + c·(xxᵀ)²x: steepest at 0, so that five steps bring singular values to 0.7 … 1.2."""
 ITERATIONS = 5
 EPSILON = 1e-7
-"""Least norm that a matrix is divided by; one of zeros stays one."""
+"""Least norm that a matrix is divided by; a zero matrix stays zero."""
 MOST_STACKED = 1 << 26
-"""Numbers of this rank's part of the matrices that are worked on at a time; with what is computed from them, 2 GB."""
+"""Numbers of this rank's part of the matrices of one batch; with intermediate results, 2 GB."""
 ADAMW_RMS = 0.2
-"""Root mean square of AdamW's typical update, which Muon's is scaled to."""
+"""Root mean square of a typical AdamW update, to which Muon's is scaled."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixSplit:
-    """Division of the last two axes of a parameter into matrices; no sizes: they are one."""
+    """Division of the last two axes of a parameter into matrices; without sizes they form a single matrix."""
 
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
@@ -53,11 +54,13 @@ class MatrixSplit:
 
 
 Matrices: TypeAlias = Mapping[nn.Parameter, MatrixSplit]
-"""The parameters that Muon takes, and what they part into."""
+"""The parameters that Muon updates, and their division into matrices."""
 
 
 def matrices_of(model: Decoder) -> dict[nn.Parameter, MatrixSplit]:
-    """The matrices of all blocks, without embedding and output matrix, whose rows are looked up or scored."""
+    """The matrices of all blocks. Embedding and output matrix are excluded, because their rows are looked up
+    or scored.
+    """
     return {parameter: split for block in model.blocks for parameter, split in _block(block)}
 
 
@@ -67,7 +70,8 @@ def orthogonalise(x_MRC: Tensor) -> Tensor:
     Singular values of at least 0.0015 of the Frobenius norm end between 0.68 and 1.21. Smaller ones, of which square
     matrices have some, are multiplied by at most 485 and end anywhere below: 20 random ones of 64×64 had 1 % there.
 
-    Newton–Schulz in the type of ``x``. Rows are fewer than columns or are made so: the products are of the short side.
+    Newton–Schulz iteration in the type of ``x``. Matrices with more rows than columns are transposed, so that the
+    products have the size of the short side.
     """
     a, b, c = COEFFICIENTS
     tall = x_MRC.shape[-2] > x_MRC.shape[-1]
@@ -96,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         most_stacked: int = MOST_STACKED,
     ) -> None:
-        """``moments`` keeps the momentum; ``most_stacked`` is how many numbers this rank stacks at a time."""
+        """``moments`` stores the momentum; ``most_stacked`` is the most numbers that this rank stacks at a time."""
         defaults = {"lr": adamw.defaults["lr"], "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(list(matrices), defaults)
         self._splits = dict(matrices)
@@ -104,7 +108,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw = adamw
         self._most_stacked = most_stacked
         self.moments = moments
-        # One list of groups and one state for both, so that a rate that is set and a moment that is restored arrive.
+        # Both optimisers share the list of groups and the state, so that set rates and restored moments reach both.
         self.param_groups += adamw.param_groups
         adamw.state = self.state
 
@@ -145,8 +149,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def _stack_size(parameter: nn.Parameter, most: int) -> int:
-    """Count the parameters like this one to work on at a time: those whose shards are ``most`` numbers together, but
-    as many as give each rank that shares their rows a matrix.
+    """Number of such parameters to process at a time: as many as have ``most`` numbers together in their shards, but at
+    least enough to give each rank that shares their rows a matrix.
     """
     rows = _row_sharding(parameter)
     ranks = 1 if rows is None else rows[0].size()
@@ -155,7 +159,7 @@ def _stack_size(parameter: nn.Parameter, most: int) -> int:
 
 
 def _alike(parameters: Sequence[nn.Parameter], splits: Matrices) -> Iterator[list[nn.Parameter]]:
-    """Parameters in groups that can be worked on as one stack; in the same order on every rank."""
+    """Parameters in groups that can be stacked; in the same order on every rank."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -164,10 +168,10 @@ def _alike(parameters: Sequence[nn.Parameter], splits: Matrices) -> Iterator[lis
 
 
 def _orthogonal(directions: Sequence[Tensor], split: MatrixSplit) -> Sequence[Tensor]:
-    """Each direction's update, this rank's part of it: P tensors in, P tensors out."""
+    """The update of each direction, this rank's part of it: P tensors in, P tensors out."""
     first = directions[0]
     stack_Prc = torch.stack([local(direction) for direction in directions])
-    stack_Mrc = stack_Prc.flatten(0, -3)  # experts are matrices of their own
+    stack_Mrc = stack_Prc.flatten(0, -3)  # each expert is a separate matrix
     rows = _row_sharding(first)
     if rows is None:
         return _updates(stack_Mrc, split).view_as(stack_Prc).unbind()
@@ -182,7 +186,7 @@ def _orthogonal(directions: Sequence[Tensor], split: MatrixSplit) -> Sequence[Te
 
 
 def _row_sharding(tensor: Tensor) -> tuple[DeviceMesh, int] | None:
-    """The ranks over which the rows of a tensor's matrices are sharded, and how many rows there are in all."""
+    """The ranks over which the rows of a tensor's matrices are sharded, and the total number of rows."""
     if not isinstance(tensor, DTensor):
         return None
     mesh, rows = tensor.device_mesh, tensor.ndim - 2
@@ -193,7 +197,7 @@ def _row_sharding(tensor: Tensor) -> tuple[DeviceMesh, int] | None:
 
 
 def _updates(whole_MRC: Tensor, split: MatrixSplit) -> Tensor:
-    """[M,R,C]: every part orthogonal and scaled; parts of one shape go through the iteration together."""
+    """[M,R,C]: every part orthogonalised and scaled; parts of one shape are iterated as one batch."""
     updates_MRC = torch.empty_like(whole_MRC)
     pairs = list(zip(split.parts(whole_MRC), split.parts(updates_MRC), strict=True))
     for shape in dict.fromkeys(part.shape for part, _ in pairs):
@@ -237,7 +241,7 @@ def _latent(attention: LatentAttention) -> Iterator[tuple[nn.Parameter, MatrixSp
 
 def _experts(experts: Experts) -> Iterator[tuple[nn.Parameter, MatrixSplit]]:
     yield experts.router.weight, MatrixSplit()
-    # Fused, the columns of gates and ups take turns: they are one matrix.
+    # In fused experts the columns of gate and up alternate: they count as one matrix.
     halves = MatrixSplit() if experts.spec.fused else MatrixSplit(rows=(experts.spec.size,) * 2)
     yield experts.routed.gate_up, halves
     yield experts.routed.down, MatrixSplit()

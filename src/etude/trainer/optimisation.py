@@ -2,9 +2,9 @@
 
     zero ──▶ loss, backward, loss, backward, … ──▶ norm, clip ──▶ finite? ──▶ rate ──▶ before_update ──▶ update
 
-Owns the model's weights, the optimiser's moments, and all that the next step depends on by name. Not what is learnt
-from: losses come from outside, one piece of the batch at a time, so that the graph of one is gone before the next is
-built. Each is divided by the totals of the *whole* batch, so that their gradients only have to be added up.
+Owns the model's weights, the optimiser's moments, and the named state that the next step depends on. The caller
+supplies the losses, one micro-batch at a time, so that the graph of one is freed before the next is built. Each loss is
+divided by the totals of the *whole* batch, so that their gradients only have to be summed.
 """
 
 import math
@@ -29,10 +29,10 @@ MODEL, OPTIMISER = "model", "optimiser"
 
 
 FINAL_RATE_SHARE = 0.05
-"""A phase ends at this share of its peak rate: below it the last steps would teach nothing."""
+"""Share of its peak rate at which a phase ends: with a lower rate the last steps would have no effect."""
 
 RateShape: TypeAlias = Literal["wsd", "cosine", "constant"]
-"""Shape after the warm-up: a plateau and a linear decay, half a cosine, or nothing."""
+"""Shape after the warm-up: a plateau and a linear decay, half a cosine, or a plateau alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,14 @@ class RateSchedule:
     - ``cosine``: half a cosine from the end of the warm-up to the last step (arXiv 1608.03983, without restarts)
     - ``constant``: a plateau
 
-    What decays has :data:`FINAL_RATE_SHARE` at the last step.
+    A decaying schedule reaches :data:`FINAL_RATE_SHARE` at the last step.
     """
 
     steps: int
     warmup_steps: int
     """Linear warm-up."""
     decay_share: float = 0.0
-    """Share of the decay, for ``wsd`` alone."""
+    """Share of the steps that decay; only for ``wsd``."""
     shape: RateShape = "wsd"
 
     def share(self, step: int) -> float:
@@ -74,8 +74,8 @@ class RateSchedule:
 class BatchSchedule:
     """The tokens of each step of a phase: a linear ramp in the tokens read so far, then a plateau.
 
-    Small batches make more of the first tokens, when every gradient points the same way; large ones average out the
-    noise of the last (the critical batch size grows as the loss falls: arXiv 1812.06162, section 2).
+    Small batches use the first tokens better, when all gradients point the same way; large batches average out the
+    noise at the end (the critical batch size grows as the loss falls: arXiv 1812.06162, section 2).
     """
 
     tokens: int
@@ -83,12 +83,12 @@ class BatchSchedule:
     first: int
     """Tokens of the first step."""
     last: int
-    """Tokens of every step behind the ramp."""
+    """Tokens of every step after the ramp."""
     ramp_share: float = 0.0
     """Share of the phase's tokens that the ramp takes."""
 
     def budgets(self) -> tuple[int, ...]:
-        """Tokens of each step, ``tokens`` in all: what would be too little for a step of its own is the last one's."""
+        """Tokens of each step, ``tokens`` in total; a remainder too small for its own step is added to the last one."""
         budgets: list[int] = []
         left = self.tokens
         while left:
@@ -101,7 +101,7 @@ class BatchSchedule:
         return tuple(budgets)
 
     def _budget(self, done: int) -> int:
-        """Tokens of the step that begins when ``done`` have been read."""
+        """Tokens of the step that begins after ``done`` tokens."""
         ramp = self.ramp_share * self.tokens
         return self.last if done >= ramp else round(self.first + (self.last - self.first) * done / ramp)
 
@@ -110,7 +110,7 @@ class BatchSchedule:
 class Optimisation:
     """A model with its optimiser, changed one whole step at a time.
 
-    ``optimiser`` was built with the peak rate of each of its groups; ``schedule`` says which share of it a step takes.
+    ``optimiser`` is built with the peak rate of each of its groups; ``schedule`` gives the share of it for each step.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class Optimisation:
         progress: Callable[[], None] = lambda: None,
         grid: Grid | None = None,
     ) -> None:
-        """``progress`` is called behind each piece of a batch: a step may take long, and is alive all the while.
-        ``grid`` are the ranks that train the model.
+        """``progress`` is called after each micro-batch, as a sign of life in a long step. ``grid`` is the device mesh
+        that trains the model.
         """
         self.model = model
         self._optimiser = optimiser
@@ -138,9 +138,9 @@ class Optimisation:
     def step(self, step: int, losses: Iterable[Tensor], before_update: Callable[[], None] = lambda: None) -> float:
         """Take step 1, 2, … and return the norm of its gradient before it was clipped.
 
-        ``losses`` are the scalars of the batch's pieces, computed when they are asked for. ``before_update`` is called
-        when the gradients are there and the weights are about to change. Raises
-        :class:`~etude.errors.DivergedError`, before anything changed, when the gradient is not finite.
+        ``losses`` are the scalars of the micro-batches, computed lazily. ``before_update`` is called once the gradients
+        are complete, right before the weights change. Raises :class:`~etude.errors.DivergedError`, before anything
+        changes, if the gradient is not finite.
         """
         self._optimiser.zero_grad()
         for loss in losses:
@@ -150,7 +150,7 @@ class Optimisation:
             add_gradients(self.model, self._copies)
         head = self.model.draft
         norm = float(clip_gradients(self.model, self._clip_norm, without=head))
-        # A draft head is clipped by itself: the policy's step is the same with and without it.
+        # A draft head is clipped separately: the policy's step is the same with and without it.
         learnt = head is not None and head.join.grad is not None
         head_norm = float(clip_gradients(head, self._clip_norm)) if head is not None and learnt else 0.0
         if not norm + head_norm < float("inf"):
@@ -163,7 +163,9 @@ class Optimisation:
         return norm
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on, by name, for :mod:`etude.trainer.checkpoint`; sharded if it is."""
+        """Everything that the next step depends on, by name, for :mod:`etude.trainer.checkpoint`; sharded as the model
+        is.
+        """
         tensors = {f"{MODEL}/{name}": tensor for name, tensor in trained_state(self.model).items()}
         for name, parameter in self.model.named_parameters():
             for key, value in self._optimiser.state.get(parameter, {}).items():
@@ -171,20 +173,23 @@ class Optimisation:
         return tensors
 
     def reset(self) -> None:
-        """Forget the optimiser's moments: the weights were changed by something else than its steps."""
+        """Reset the optimiser's moments, after the weights were changed by something other than its steps."""
         self._optimiser.state.clear()
 
     def like(self, name: str) -> Tensor | None:
-        """A tensor that is sharded, and lies, as the saved one of this name shall: the model's, or a moment."""
+        """A tensor with the sharding and device that the saved tensor of this name shall have: the model's, or a
+        moment.
+        """
         phase, _, rest = name.partition("/")
         owner, _, key = rest.rpartition("/")
         tensor = self.model.state_dict().get(rest if phase == MODEL else owner)
         return tensor if phase == MODEL or tensor is None else self._moments.like(key, tensor)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from what :meth:`tensors` returned, sharded as the model is.
+        """Restore the state that :meth:`tensors` returned, sharded as the model is.
 
-        Raises :class:`~etude.errors.DamagedError` on a missing or misshapen tensor, and on one of another model.
+        Raises :class:`~etude.errors.DamagedError` if a tensor is missing, has the wrong shape or belongs to another
+        model.
         """
         saved, places = _below(tensors, f"{MODEL}/"), trained_state(self.model)
         if strange := sorted(saved.keys() ^ places.keys()):
@@ -203,7 +208,7 @@ class Optimisation:
                 }
 
     def _restored(self, name: str, value: Tensor, parameter: Tensor) -> Tensor:
-        """A copy of a saved moment where this optimiser keeps it."""
+        """A copy of a saved moment on the device where this optimiser stores it."""
         if value.ndim == 0:
             return value.to(parameter.device, copy=True)  # the count of steps
         place = self._moments.like(name.rpartition("/")[2], parameter)
@@ -218,13 +223,13 @@ class Optimisation:
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a model, by name, without those that are frozen."""
+    """The parameters and buffers of a model, by name, except frozen ones."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with ``prefix``, without it."""
+    """The tensors whose names begin with ``prefix``, with the prefix removed."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -237,12 +242,12 @@ def build_optimiser(
     weight_decay: float = 0.0,
     draft_learning_rate: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """The optimiser of ``config.kind`` over all parameters of ``model`` that are trained, sharded or not.
+    """The optimiser of ``config.kind`` over all trained parameters of ``model``, sharded or not.
 
-    ``learning_rate`` is the peak, to be scaled group by group; ``betas`` are AdamW's. Matrices decay, gains and biases
-    do not. With ``muon`` the matrices of the blocks are Muon's, everything else is AdamW's; the two share one rate. A
-    draft head has its own, ``draft_learning_rate``, and is AdamW's.
-    ``config.state`` says how both keep their moments.
+    ``learning_rate`` is the peak, scaled group by group; ``betas`` are AdamW's. Weight decay applies to matrices, not
+    to gains and biases. With ``muon``, Muon updates the matrices of the blocks and AdamW everything else, at one shared
+    rate. AdamW updates a draft head, at its own rate ``draft_learning_rate``. ``config.state`` selects how both store
+    their moments.
     """
     matrices: Matrices = {}
     if config.kind == "muon":
@@ -266,7 +271,7 @@ def build_optimiser(
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> Sequence[list[nn.Parameter]]:
-    """Parameters in groups that live on one mesh each: a fused kernel cannot take experts and the rest together."""
+    """Parameters grouped by their mesh: a fused kernel cannot take experts and other parameters together."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)

@@ -1,14 +1,14 @@
 """Parallel training of one model: the device mesh and sharding.
 
-    mesh ``everyone``   [dp · cp]                    all weights but routed experts' are sharded over all ranks (rows)
+    mesh ``everyone``   [dp · cp]                    all weights except routed experts are sharded over all ranks (rows)
     mesh ``experts``    [dp · cp / ep, ep]           experts are spread over ``ep`` ranks, each part's rows sharded over
                                                      the ranks that hold the same experts
     mesh ``sequences``  [dp, cp]                     batches are split over ``dp``, each sequence over ``cp``
 
-Two meshes for two kinds of weights, over the same ranks (Composer 2.5's dual meshes): experts are many and each sees
-few tokens, so they are spread widely without splitting anything else as widely. Sharding is torch's ``fully_shard``,
-parameters are its ``DTensor`` objects; without sharding each rank has the whole model. Gradients are added up, never
-averaged: every loss is divided by the totals of the whole batch before it gets here.
+Two meshes for two kinds of weights, over the same ranks (Composer 2.5's dual meshes): there are many experts and each
+sees few tokens, so they are spread more widely than other weights. Sharding is torch's ``fully_shard``, parameters are
+its ``DTensor`` objects; without sharding each rank has the whole model. Gradients are added up, never averaged: every
+loss is already divided by the totals of the whole batch.
 
 Owns the meshes, the sharding and the exchange of tokens between ranks with different experts. Keys are exchanged by
 :mod:`etude.trainer.parallel_context`.
@@ -38,11 +38,11 @@ from etude.trainer.parallel_context import ContextParallel
 from etude.types import Floats
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Longest wait of ranks for each other before all of them fail: longer than a publication may take, whose failure rank
-0 reports itself.
+"""Longest time that ranks wait for each other before all of them fail. It is longer than a publication may take,
+because rank 0 reports a failed publication itself.
 """
 BUCKET_NUMBERS = 1 << 24
-"""Gradient numbers that are added up at a time: 64 MiB, copied once."""
+"""Gradient elements that are summed at a time: 64 MiB, copied once."""
 MATRIX_ROWS = 1
 """The axis of expert parameters [E, rows, columns] that is sharded over the ranks with the same experts."""
 
@@ -120,7 +120,9 @@ class Grid:
         return int(most)
 
     def by_share(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of every share of the batch. All ranks of a share pass the same, and every rank as many."""
+        """The numbers of every share of the batch. All ranks of a share pass the same numbers, and all ranks pass
+        equally many.
+        """
         rows = torch.zeros(self.shares, len(numbers), dtype=torch.int64, device=self.everyone.device_type)
         if self.sequences.get_local_rank("cp") == 0:
             rows[self.share] = torch.tensor(numbers, device=rows.device)
@@ -165,16 +167,16 @@ def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
 def parallelise(
     model: CausalModel, grid: Grid, fill: Callable[[nn.Module], None], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Shard the weights of ``model``, which are on ``meta``, in place; without sharding, fill in all of them on every
-    rank. All ranks must fill in the same weights.
+    """Shard the weights of ``model``, which are on ``meta``, in place; without sharding, every rank fills in all of
+    them. All ranks must fill in the same weights.
 
-    Shards are float32, and so are sums of gradients. Blocks are gathered in ``dtype``, the type to which the model's
-    arithmetic rounds parameters: the same numbers as from a gathered float32, with half the traffic and no rounded
-    copy. Experts in low precision are gathered in float32, from which they are rounded. So are embedding and head: they
-    are used in several places and chunks, whose gradients must not be added up in ``dtype``.
+    Shards and sums of gradients are float32. Blocks are gathered in ``dtype``, the type to which the model's arithmetic
+    rounds parameters: this gives the same numbers as gathering float32, with half the traffic and without a rounded
+    copy. Experts in low precision are gathered in float32 and then rounded. Embedding and head are gathered in float32,
+    too: they are used in several places and chunks, whose gradients must not be summed in ``dtype``.
 
-    ``fill`` is called with each block and finally with the model, right before its parameters are sharded, to give it
-    memory (:func:`materialise`) and weights: no device ever holds more than a block beside its shards. Raises
+    ``fill`` is called with each block and finally with the model, right before its parameters are sharded, to allocate
+    memory (:func:`materialise`) and set the weights: no device ever holds more than one block beside its shards. Raises
     :class:`~etude.errors.ConfigError` for experts that cannot be divided by the grid.
     """
     if not grid.is_sharded:
@@ -196,11 +198,11 @@ def parallelise(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other; NCCL's scaled sums would gain nothing
+            module.set_force_sum_reduction_for_comms(True)  # gloo only has sums; NCCL's scaled sums would gain nothing
 
 
 def materialise(part: nn.Module, device: str) -> None:
-    """Allocate memory on ``device`` for a block, or for what is outside of blocks, made on ``meta``."""
+    """Allocate memory on ``device`` for a block, or for the parameters outside of blocks, that is on ``meta``."""
     if isinstance(part, HfModel | HfBlock):
         materialise_hf(part, device)
         return
@@ -218,7 +220,7 @@ def materialise(part: nn.Module, device: str) -> None:
 
 
 def add_gradients(model: nn.Module, grid: Grid) -> None:
-    """Add up the gradients of ranks that each have the whole model; a parameter without one counts as 0."""
+    """Sum the gradients of ranks that each have the whole model; a missing gradient counts as 0."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in parameters:
         if parameter.grad is None:
@@ -232,7 +234,7 @@ def add_gradients(model: nn.Module, grid: Grid) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors that are sent together, of at most :data:`BUCKET_NUMBERS` numbers, or one tensor."""
+    """Groups of consecutive tensors to send together: at most :data:`BUCKET_NUMBERS` elements, or a single tensor."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         if bucket and sum(each.numel() for each in bucket) + tensor.numel() > BUCKET_NUMBERS:
@@ -244,10 +246,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def clip_gradients(model: nn.Module, max_norm: float, *, without: nn.Module | None = None) -> Tensor:
-    """Clip gradients, except those of the part ``without``, to ``max_norm`` by their global norm; returns that norm.
+    """Clip gradients, except those of the module ``without``, to ``max_norm`` by their global norm; returns that norm.
 
-    On one process this is exactly ``torch.nn.utils.clip_grad_norm_``. With sharding each number of the gradient is on
-    one rank, so squares are added up over all ranks.
+    On one process this is exactly ``torch.nn.utils.clip_grad_norm_``. With sharding each element of the gradient is on
+    one rank, so squares are summed over all ranks.
     """
     left_out = set() if without is None else set(without.parameters())
     own = (parameter.grad for parameter in model.parameters() if parameter not in left_out)
@@ -258,7 +260,7 @@ def clip_gradients(model: nn.Module, max_norm: float, *, without: nn.Module | No
         squares = norm.square()
         dist.all_reduce(squares)
         norm = squares.sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch
     torch._foreach_mul_(parts, factor)
     return norm
 
@@ -283,15 +285,15 @@ def _spread(routed: RoutedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolic
 class AllToAllExperts:
     """Implements :class:`~etude.models.experts.ExpertParallel` over a mesh of one axis.
 
-    Rank w has experts w·e … (w + 1)·e − 1. How many rows arrive has to be known on the host before they can be
-    received: one wait for the device in each direction and layer.
+    Rank w has experts w·e … (w + 1)·e − 1. The host has to know the number of arriving rows before it can receive them:
+    one device synchronisation in each direction and layer.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
     def local(self, weight_EOI: Tensor) -> Tensor:
-        """[e,O,I] this rank's part of a parameter that is sharded over the mesh."""
+        """[e,O,I]: this rank's part of a parameter that is sharded over the mesh."""
         assert isinstance(weight_EOI, DTensor)
         return weight_EOI.to_local()
 
@@ -309,14 +311,16 @@ class AllToAllExperts:
 
 
 def _by_expert(arriving_We: Tensor) -> Tensor:
-    """int64 [r]: rows that arrive rank by rank, put in the order of their experts."""
+    """int64 [r]: permutation of rows from the order of their ranks to the order of their experts."""
     ranks, experts = arriving_We.shape
     numbers = torch.arange(experts, device=arriving_We.device).repeat(ranks)
     return numbers.repeat_interleave(arriving_We.flatten()).argsort(stable=True)
 
 
 def _computed(compute: Callable[[Tensor, Tensor], Tensor], rows_rI: Tensor, ends_e: Tensor) -> Tensor:
-    """[r,O]: ``compute``; without rows the empty result still depends on the weights: all ranks need a gradient."""
+    """[r,O]: the result of ``compute``; without rows it is empty but still depends on the weights, as all ranks need a
+    gradient.
+    """
     if len(rows_rI):
         return compute(rows_rI, ends_e)
     lone_1I = torch.cat((rows_rI, rows_rI.new_zeros(1, rows_rI.shape[1])))

@@ -2,13 +2,13 @@
 
     sequence of L tokens, 2 ranks, 4 chunks      0 1 2 3      rank 0 has chunks 0 and 3, rank 1 has 1 and 2
 
-A token sees its past, so late chunks cost more than early ones; paired like this (zig-zag), all ranks compute the same
-number of pairs. Keys and values are gathered layer by layer, gradients flow back by the reverse. With latent attention
-what is gathered is the latent vector, one key head for all heads (Composer 2 report: all-gather the latent keys and
-values, 2·C chunks, rank i gets chunks i and 2C − 1 − i).
+A token attends to its past, so late chunks cost more than early ones; paired like this (zig-zag), all ranks compute the
+same number of pairs. Keys and values are gathered layer by layer, and gradients flow back by the reverse operation.
+With latent attention the latent vector is gathered, one key head for all heads (Composer 2 report: all-gather the
+latent keys and values, 2·C chunks, rank i gets chunks i and 2C − 1 − i).
 
-Owns who computes which token and the attention that this takes. The model is called as everyone calls it, with another
-``attend``. The rest of a layer knows tokens only, so it needs nothing.
+Owns the assignment of tokens to ranks and the attention that this requires. The model is called as usual, with another
+``attend``. The rest of a layer works on single tokens, so it does not change.
 
 Shape legend: N tokens of all packed sequences, n tokens of this rank, M the most that any rank has, C ranks, H hidden,
 Q query heads, K key heads, D width of a key, W width of a value, S sparse layers, k experts per token.
@@ -35,10 +35,10 @@ from etude.types import NO_ROUTE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextChunk:
-    """Some neighbouring tokens of one sequence; all three count tokens of the whole pack."""
+    """Consecutive tokens of one sequence; all three fields are token indices in the whole pack."""
 
     sequence: int
-    """Start of its sequence: the first token that it sees."""
+    """Start of its sequence: the first token that it attends to."""
     start: int
     end: int
 
@@ -49,8 +49,8 @@ class ContextChunk:
 def zigzag(lengths: Sequence[int], ranks: int) -> list[list[ContextChunk]]:
     """For each rank its chunks of packed sequences of ``lengths``, in the order of tokens; no chunk is empty.
 
-    Chunks of a sequence differ by one token at most, so ranks do by two per sequence. Odd sequences go the other way
-    round, so that what many short ones leave over does not fall to the same ranks.
+    Chunks of a sequence differ by at most one token, so ranks differ by at most two per sequence. Every second sequence
+    is assigned in reverse, so that the remainders of many short ones do not fall to the same ranks.
     """
     shares: list[list[ContextChunk]] = [[] for _ in range(ranks)]
     for index, (first, length) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False)):
@@ -76,7 +76,7 @@ class ContextParallel:
         return self._mesh.get_local_rank()
 
     def owners(self, lengths: Sequence[int]) -> Tensor:
-        """int64 [N] on the CPU: which rank computes each token, 0 … C − 1."""
+        """int64 [N] on the CPU: the rank that computes each token, 0 … C − 1."""
         owners_N = torch.empty(sum(lengths), dtype=torch.int64)
         for rank, share in enumerate(zigzag(lengths, self._mesh.size())):
             owners_N[_tokens(share)] = rank
@@ -85,10 +85,11 @@ class ContextParallel:
     def hidden(
         self, model: Decoder, token_ids_N: Tensor, lengths: Sequence[int], routing: Routing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(hidden states [n,H] of this rank's tokens, int64 [n] which of the N tokens they are, ascending).
+        """(hidden states [n,H] of this rank's tokens, int64 [n] their indices among the N tokens, ascending).
 
-        What :meth:`Decoder.forward_packed` computes of all tokens. Every rank of the mesh calls it with the same pack;
-        a ``routing`` made for the pack is cut to this rank's tokens. n may be 0, with a gradient all the same.
+        Computes what :meth:`Decoder.forward_packed` computes for all tokens. Every rank of the mesh calls it with the
+        same pack; a ``routing`` for the pack is restricted to this rank's tokens. n may be 0; the result still has a
+        gradient.
         """
         device = token_ids_N.device
         shares = zigzag(lengths, self._mesh.size())
@@ -106,9 +107,9 @@ class ContextParallel:
         return hidden_MH[: len(own_n)], own_n
 
     def gathered(self, x_n: Tensor, owners_K: Tensor) -> Tensor:
-        """[K,…] of which every rank has those that it owns, in their order, as ``x_n``; afterwards all ranks have all.
+        """[K,…] values on all ranks, gathered from the values ``x_n`` that each rank owns, in their order.
 
-        Its gradient is that of this rank's own: what all ranks compute from the whole, they must compute alike.
+        The gradient flows only to this rank's own values: all ranks must compute the same from the gathered result.
         """
         counts_C = torch.bincount(owners_K, minlength=self._mesh.size())
         most = int(counts_C.max())
@@ -126,7 +127,7 @@ class ContextParallel:
 
 @final
 class _Gathered:
-    """An ``Attend``: this rank's queries, everybody's keys."""
+    """An ``Attend`` with this rank's queries and all ranks' keys."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class _Gathered:
         self._values_in_keys = model.spec.attention.values_in_keys
         self._mine = shares[mesh.get_local_rank()]
         self._padded = padded
-        # Where each of the N tokens lies in what is gathered, which is rank after rank, each padded to M.
+        # Index of each of the N tokens in the gathered tensor: rank after rank, each padded to M.
         tokens = [_tokens(share) for share in shares]
         self._places_N = torch.empty(sum(map(len, tokens)), dtype=torch.int64)
         for rank, own_n in enumerate(tokens):
@@ -149,7 +150,7 @@ class _Gathered:
         self._places_N = self._places_N.to(device)
 
     def __call__(self, _layer: int, q_MQD: Tensor, k_MKD: Tensor, v_MKW: Tensor, rule: AttentionRule) -> Tensor:
-        """[M,Q,W]: every chunk attends to its sequence up to itself; 0 where there is no token."""
+        """[M,Q,W]: every chunk attends to its sequence up to itself; 0 for padding."""
         k_NKD = self._all(k_MKD)
         v_NKW = k_NKD[..., : self._value_width] if self._values_in_keys else self._all(v_MKW)
         parts, row = [], 0
@@ -158,7 +159,7 @@ class _Gathered:
             parts.append(attend_tail(q_MQD[row : row + len(chunk)], k_NKD[seen], v_NKW[seen], rule))
             row += len(chunk)
         missing = self._padded - row
-        # A rank without a token takes part in the gradients all the same: others wait for its share of them.
+        # A rank without tokens still takes part in the backward pass: other ranks wait for its gradients.
         nothing = q_MQD[:0].sum() + k_NKD[:0].sum() + v_NKW[:0].sum()
         nothing_QW = nothing.expand(missing, q_MQD.shape[1], self._value_width)
         return torch.cat([*parts, nothing_QW])
@@ -170,8 +171,8 @@ class _Gathered:
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[M,…] of every rank → [C·M,…] of all. With lists, of views: calls for single tensors have another name in each of
-    torch's versions.
+    """[M,…] of every rank → [C·M,…] of all. It uses lists of views, because calls for single tensors have a different
+    name in each torch version.
     """
     every = x.new_empty(group.size() * len(x), *x.shape[1:])
     dist.all_gather(list(every.chunk(group.size())), x.contiguous(), group)
@@ -179,7 +180,7 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """[M,…] of every rank → [C·M,…] of all; gradients are added up where they came from, in float32."""
+    """[M,…] of every rank → [C·M,…] of all; gradients are summed on the rank of origin, in float32."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -197,7 +198,9 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """[M,…] of every rank → [C·M,…] of all, of which all make the same: each keeps the gradient of its own."""
+    """[M,…] of every rank → [C·M,…] of all. All ranks compute the same from it, so each keeps the gradient of its own
+    part.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -216,7 +219,9 @@ def attend_tail(q_nQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rule: AttentionRule
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_nQD, k_NKD, v_NKW))
     if rule.sinks_Q is not None or (rule.window is not None and rule.window < k.shape[-2]):
         return attend_last(q, k, v, rule).squeeze(0).transpose(0, 1)
-    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler, 0.8 s of every process's start
+    from torch.nn.attention.bias import (
+        causal_lower_right,
+    )  # loads torch's compiler: 0.8 s per process
 
     mask = causal_lower_right(q.shape[-2], k.shape[-2])
     grouped = q.shape[1] != k.shape[1]

@@ -3,10 +3,9 @@
     micro-batch ──▶ tokens ──▶ model ──▶ log-probabilities ──▶ its share of the loss ─┬─▶ gradients add up ──▶ one step
     examples ──────▶ student and teacher ──▶ divergences ─────▶ their share of it ─────┘
 
-Owns how a micro-batch becomes a loss, and what is counted on the way. The step itself is
-:mod:`etude.trainer.optimisation`'s, the loss :mod:`etude.trainer.losses`'s, that of hinted turns
-:mod:`etude.trainer.distillation`'s. Does not wait for batches, cut, publish or commit them; that order is
-:mod:`etude.run.trainer`'s.
+Owns the computation of a micro-batch's loss and the metrics of a step. The step itself is in
+:mod:`etude.trainer.optimisation`, the loss in :mod:`etude.trainer.losses`, that of hinted turns in
+:mod:`etude.trainer.distillation`. :mod:`etude.run.trainer` waits for batches, splits, publishes and commits them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from etude.types import Trajectory
 
 Member = TypeVar("Member")
 MicroBatch: TypeAlias = Sequence[Trajectory]
-"""Trajectories that go through the model together, back to back; none: a pass that only keeps other ranks company."""
+"""Trajectories that go through the model together, concatenated; empty: the pass only serves the collectives."""
 
 
 NOTHING_LEARNT: Mapping[str, float] = {"trained_tokens": 0}
@@ -61,8 +60,8 @@ class PolicyTrainer:
     """Takes optimiser steps on a policy-gradient loss.
 
     ``numerics`` says which routes of the engine are replayed. With a ``context`` the ranks that share it get the same
-    micro-batches and compute them together. Raises ``ValueError`` if ``numerics.replay`` is ``auto``: it must have been
-    decided for the device.
+    micro-batches and compute them together. Raises ``ValueError`` if ``numerics.replay`` is ``auto``: it must be
+    resolved for the device first.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class PolicyTrainer:
         if numerics.replay == "auto":
             raise ValueError("numerics.replay = 'auto' depends on the device: decide it before a trainer is made")
         self.optimisation = optimisation
-        """The model's weights and all else that the next step depends on."""
+        """The model's weights and all other state that the next step depends on."""
         self._config = loss
         self._replay = numerics.replay
         self.replay_floor = numerics.replay_floor
-        """``numerics.replay_floor``, for whoever else scores with this model."""
+        """``numerics.replay_floor``, for other callers that score with this model."""
         self._context = context
         self._distillation = Distillation(
             config=hints, replay=numerics.replay, floor=numerics.replay_floor, context=context
@@ -88,7 +87,7 @@ class PolicyTrainer:
 
     @property
     def model(self) -> CausalModel:
-        """Model that is trained."""
+        """The model in training."""
         return self.optimisation.model
 
     def step(
@@ -101,9 +100,10 @@ class PolicyTrainer:
     ) -> dict[str, float]:
         """Update the weights once from all micro-batches and examples; a batch without either leaves them as they are.
 
-        ``totals`` are the whole batch's, over all ranks; ``microbatches`` and pieces of ``examples`` are this rank's,
-        as many as every other's. ``before_update`` is called when the gradients are there and the weights are about to
-        change. Raises :class:`~etude.errors.DivergedError`, before anything changed, when the gradient is not finite.
+        ``totals`` are those of the whole batch, over all ranks. ``microbatches`` and ``examples`` are this rank's, with
+        the same number of passes on every rank. ``before_update`` is called once the gradients are complete, right
+        before the weights change. Raises :class:`~etude.errors.DivergedError`, before anything changes, if the gradient
+        is not finite.
         """
         if not totals.tokens and not examples:
             return dict(NOTHING_LEARNT)
@@ -131,7 +131,7 @@ class PolicyTrainer:
             "hinted_tokens": sum(stats.hinted for stats in counted),
             "hint_nats": sum(stats.hint_nats for stats in counted),
         }
-        if totals.tokens:  # none: a step on hints alone
+        if totals.tokens:  # 0: a step on hints only
             metrics |= {
                 "entropy": sum(stats.entropy_sum for stats in counted) / totals.tokens,
                 "truncated_share": sum(stats.truncated for stats in counted) / totals.tokens,
@@ -182,7 +182,7 @@ class PolicyTrainer:
     def _distillation_loss(
         self, examples: Sequence[DistillationExample], totals: Totals
     ) -> tuple[Tensor, _MicroBatchStats]:
-        """Part of a micro-batch of examples in the step's loss."""
+        """The share of a micro-batch of examples in the step's loss."""
         scores = self._distillation.teach(self.model, examples, distillation_normaliser(self._config, totals))
         return scores.loss, _MicroBatchStats(hinted=scores.tokens, hint_nats=scores.nats)
 

@@ -4,12 +4,11 @@
                                          ▲
                      backward ───────────┘ computes them again
 
-A vocabulary of 151,936 makes of one scored token up to 3.6 MB of logits, exponentials and their gradients. What the
-trainer wants of them is one or two numbers. So where the logits of a pass would be more than :data:`CHUNK_LOGITS`, no
-more than these exist at a time, and a pass with gradients computes each chunk twice: its memory does not grow with the
-tokens.
+With a vocabulary of 151,936, one scored token takes up to 3.6 MB of logits, exponentials and their gradients, of which
+the trainer needs one or two numbers. So if a pass has more logits than :data:`CHUNK_LOGITS`, only that many exist at a
+time, and a pass with gradients computes each chunk twice: memory does not grow with the number of tokens.
 
-Owns the cutting. What is computed of a chunk is the caller's.
+Owns the division into chunks. The caller supplies the computation on a chunk.
 
 Shape legend: N scored tokens, n those of a chunk, H hidden, V vocabulary.
 """
@@ -26,12 +25,12 @@ from etude.models.decoder import RECOMPUTED
 from etude.models.hf import CausalModel
 
 CHUNK_LOGITS: Mapping[str, int] = {"cuda": 1 << 27, "cpu": 1 << 25}
-"""Kind of device → logits that exist at a time: of a vocabulary of 151,936 those of 883 tokens, or of 220. Products on
-a GPU need many rows; on a CPU softmax and entropy are passes of their own, which keep 26 bytes of each logit.
+"""Kind of device → logits that exist at a time: with a vocabulary of 151,936 those of 883 tokens, or of 220. Products
+on a GPU need many rows; on a CPU softmax and entropy are separate passes, which store 26 bytes per logit.
 """
 
 Column: TypeAlias = Tensor | MaskTensors | None
-"""Something per scored token: a tensor [N,…], or the sampling masks of N tokens."""
+"""Values per scored token: a tensor [N,…], or the sampling masks of N tokens."""
 Readout: TypeAlias = Callable[..., tuple[Tensor, ...]]
 """(model, columns of a chunk …) → tensors [n]."""
 
@@ -39,9 +38,9 @@ Readout: TypeAlias = Callable[..., tuple[Tensor, ...]]
 def in_chunks(
     read: Readout, model: CausalModel, hidden_NH: Tensor, *columns: Column, most: int | None = None
 ) -> tuple[Tensor, ...]:
-    """Each tensor [N] that ``read`` makes of hidden states and ``columns``, with their gradients.
+    """The tensors [N] that ``read`` computes from hidden states and ``columns``, with their gradients.
 
-    ``most`` is how many logits exist at a time, at least those of one token; ``None`` leaves it to the device.
+    ``most`` is the number of logits that exist at a time, at least those of one token; ``None``: the device's default.
     """
     rows = max(1, (most or CHUNK_LOGITS[hidden_NH.device.type]) // model.spec.vocab_size)
     if len(hidden_NH) <= rows:

@@ -1,10 +1,11 @@
 """Router replay: the engine's routes of a micro-batch, for one forward pass of the trainer.
 
-Owns which tokens are replayed. What the router makes of a replayed token, floor and gates included, is
-:class:`~etude.models.experts.Routing`'s.
+Owns the choice of tokens to replay. :class:`~etude.models.experts.Routing` applies it in the router, including floor
+and gates.
 
-Completion-only replay repairs what the loss looks at, the tokens that produced sampled ones, and leaves their context
-to the live router. Full replay (R3, arXiv 2510.11370) repairs the context, too, and needs all of its routes.
+Completion-only replay fixes the routes of the tokens that predicted sampled ones, which the loss depends on, and uses
+the live router for their context. Full replay (R3, arXiv 2510.11370) also fixes the context, and needs all of its
+routes.
 
 Shape legend: T tokens of a micro-batch, L of one trajectory, S sparse layers, k experts per token.
 """
@@ -23,7 +24,7 @@ ReplayMode: TypeAlias = Literal["off", "completion", "full"]
 
 
 def replayed_rows(trajectory: Trajectory, mode: ReplayMode) -> Mask:
-    """[L] mask of tokens whose routes are replayed; never those without recorded routes."""
+    """[L] mask of tokens whose routes are replayed; excludes tokens without recorded routes."""
     length = len(trajectory.token_ids)
     match mode:
         case "off":
@@ -42,7 +43,7 @@ def producers(sampled_L: Mask) -> Mask:
 def routing_of(
     trajectories: Sequence[Trajectory], mode: ReplayMode, floor: float, device: torch.device
 ) -> Routing | None:
-    """Routing of a forward pass of ``trajectories``; ``None``: by the live router. Raises as :func:`replay` does."""
+    """Routing of a forward pass of ``trajectories``; ``None``: the live router. Raises as :func:`replay` does."""
     if mode == "off":
         return None
     routes = replay([(trajectory, replayed_rows(trajectory, mode)) for trajectory in trajectories], device)
@@ -65,6 +66,6 @@ def replay(rows: Sequence[tuple[Trajectory, Mask]], device: torch.device) -> Ten
         if trajectory.routes is not None:
             routes_TSk[start : start + len(mask_L)][mask_L] = trajectory.routes[mask_L]
         start += len(mask_L)
-    # They travel with two bytes an expert; torch can do little with uint16, hence the detour over int16.
+    # They are sent with two bytes per expert, as int16 because torch hardly supports uint16.
     narrow = torch.from_numpy(routes_TSk.view(np.int16)).to(device)
     return narrow.long() & NO_ROUTE

@@ -1,13 +1,12 @@
-"""Distributions that tokens were really drawn from: temperatures and sampling masks, brought to the trainer's side of
-the loss.
+"""Distributions that tokens were actually drawn from: temperatures and sampling masks, for the trainer's loss.
 
-A policy is not the softmax of its logits but what its engine samples from: softmax(logits / temperature), cut to the
-set that top-k and top-p mask, renormalised. Ratio, gradient and entropy have to be those of that distribution. The set
-is constant: which tokens were mask is replayed as it was, as with DeepSeek-V3.2's "keep sampling mask" (arXiv
-2512.02556, section 3.1), so that old and new policy are compared on one action space.
+A policy is not the softmax of its logits but the distribution that its engine samples from: softmax(logits /
+temperature), truncated to the set that top-k and top-p select, renormalised. Ratio, gradient and entropy have to be
+those of that distribution. The set is constant: it is replayed as recorded, as in DeepSeek-V3.2's "keep sampling mask"
+(arXiv 2512.02556, section 3.1), so that old and new policy are compared on one action space.
 
-Owns gathering the sets of a micro-batch and the entropy over them. Not the loss, and not the log-probability, which is
-the arithmetic's because the engine calls it, too.
+Owns gathering the sets of a micro-batch and the entropy over them, not the loss. The log-probability is in the
+arithmetic, because the engine calls it, too.
 
 Shape legend: N scored tokens of a micro-batch, V vocabulary, L tokens of a trajectory, M ids of all sets.
 """
@@ -26,7 +25,7 @@ from etude.types import Ids, Mask, Trajectory
 def gather_masks(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> MaskTensors | None:
     """Gather the sampling masks of the tokens [N] that are true in ``masks`` ([L] each), trajectory by trajectory.
 
-    The first token of a trajectory is never predicted and left out. ``None`` where none of the tokens was cut.
+    The first token of a trajectory is never predicted and left out. ``None`` if no token's distribution was truncated.
     """
     sizes: list[npt.NDArray[np.int64]] = []
     ids: list[Ids] = []
@@ -59,7 +58,7 @@ def chosen_mask(mask: MaskTensors | None, chosen_N: Tensor) -> MaskTensors | Non
 
 
 def entropies(logits_NV: Tensor, temperatures_N: Tensor, mask: MaskTensors | None) -> Tensor:
-    """[N] −Σ p ln p in nats, p = softmax(logits / temperature) over the mask set if there is one; 0 where greedy."""
+    """[N] −Σ p ln p in nats, p = softmax(logits / temperature) over the mask if there is one; 0 for greedy tokens."""
     greedy_N = temperatures_N == 0
     heat_N = torch.where(greedy_N, 1.0, temperatures_N)
     if logits_NV.is_cuda and mask is None:
@@ -80,7 +79,7 @@ def entropies(logits_NV: Tensor, temperatures_N: Tensor, mask: MaskTensors | Non
 
 
 def _entropies_of_sets(logs_NV: Tensor, sizes_N: Tensor, token_ids_M: Tensor) -> Tensor:
-    """[N] entropies of the distributions cut to their sets; without meaning where a set is empty."""
+    """[N] entropies of the distributions truncated to their sets; meaningless for empty sets."""
     rows_M = torch.arange(len(sizes_N), device=sizes_N.device).repeat_interleave(sizes_N)
     logs_M = logs_NV[rows_M, token_ids_M]
     peaks_N = logs_NV.new_full((len(sizes_N),), -torch.inf).scatter_reduce(0, rows_M, logs_M, "amax")

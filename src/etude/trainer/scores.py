@@ -1,10 +1,10 @@
 """Micro-batches as tensors, and a model's scores of their sampled tokens.
 
-    trajectories   ▒▒▒▒███▒▒██ │ ▒▒██ │ ▒▒▒▒▒███     back to back, nothing between them: T tokens
+    trajectories   ▒▒▒▒███▒▒██ │ ▒▒██ │ ▒▒▒▒▒███     concatenated without padding: T tokens
     scored tokens      ███  ██ │   ██ │      ███     each from the hidden state before it: N of them
 
-Owns bringing trajectories to the model's device, and the one forward pass with which the loss, the mismatch probe and
-a reference score tokens. Not what is made of the scores.
+Owns the transfer of trajectories to the model's device, and the forward pass with which the loss, the mismatch probe
+and a reference score tokens. Does not own the use of the scores.
 
 Shape legend: T tokens of a micro-batch, N of them scored, H hidden, V vocabulary, L tokens of a trajectory, B
 trajectories.
@@ -30,33 +30,34 @@ from etude.types import Floats, Ids, Mask, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """The trajectories of a micro-batch on the model's device, and which of their tokens are scored."""
+    """The trajectories of a micro-batch on the model's device, and the indices of the scored tokens."""
 
     lengths: tuple[int, ...]
     """[B] tokens of each trajectory."""
     token_ids_T: Tensor
-    """int64: all tokens, context included."""
+    """int64: all tokens, including context."""
     places_N: Tensor
-    """int64, ascending: where in T the scored ones are; a trajectory's first token is never predicted, hence not there.
+    """int64, ascending: indices of the scored tokens in T. A trajectory's first token is never predicted, so it is not
+    scored.
     """
     scored_ids_N: Tensor
-    """int64: their ids."""
+    """int64: ids of the scored tokens."""
     trajectories_N: Tensor
-    """int64, ascending: which trajectory of the micro-batch, 0 … B − 1."""
+    """int64, ascending: index of the token's trajectory in the micro-batch, 0 … B − 1."""
     engine_logprobs_N: Tensor
-    """float32: what the engine that sampled the token gave it."""
+    """float32: log-probabilities by the engine that sampled the tokens."""
     versions_N: Tensor
-    """int32: the weight version that sampled it."""
+    """int32: the weight version that sampled the token."""
     advantages_N: Tensor
     """float32."""
     temperatures_N: Tensor
-    """float32; 0: taken greedily."""
+    """float32; 0: sampled greedily."""
     sampling_mask: MaskTensors | None
-    """From which sets tokens were drawn; ``None`` where none was cut."""
+    """The sets that tokens were drawn from; ``None`` if none was truncated."""
     old_logprobs_N: Tensor | None = None
-    """float32: the trainer's own, of the weights that sampled; ``None`` where they were not scored."""
+    """float32: log-probabilities by the trainer with the weights that sampled; ``None`` if not scored."""
     reference_logprobs_N: Tensor | None = None
-    """float32: the reference's, likewise."""
+    """float32: log-probabilities by the reference; ``None`` if not scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +67,16 @@ class Scores:
     logprobs_N: Tensor
     """With gradient."""
     entropies_N: Tensor
-    """Nats, with gradient where that was asked for."""
+    """Nats, with gradient if requested."""
     hidden_TH: Tensor | None = None
-    """Hidden states of all tokens; ``None`` where ranks share a context."""
+    """Hidden states of all tokens; ``None`` with context parallelism."""
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> SampledTokens:
     """Gather the tokens that are true in ``masks`` ([L] each), trajectory by trajectory, with their records.
 
-    Without trajectories it is one token, of which nothing is scored: a rank that has nothing left to compute still has
-    to be there for the others.
+    Without trajectories, the result is one token that is not scored: a rank without work still has to take part in the
+    collectives.
     """
     if not trajectories:
         return _nothing(device)
@@ -113,11 +114,11 @@ def score(
     *,
     differentiate_entropies: bool = False,
 ) -> Scores:
-    """One forward pass: log-probabilities of the scored tokens, with gradient, and the entropies of what they were
-    sampled from.
+    """One forward pass: log-probabilities of the scored tokens, with gradient, and the entropies of the distributions
+    that they were sampled from.
 
-    Tokens that were taken greedily have logprob and entropy 0 and no gradient. ``routing`` counts all T tokens. With a
-    ``context`` the ranks that share it score together: each the tokens that it computes, all of them know all scores.
+    Tokens that were sampled greedily have logprob and entropy 0 and no gradient. ``routing`` covers all T tokens. With
+    a ``context``, each of its ranks scores the tokens that it computes, and all of them get all scores.
     """
     if context is not None:
         return _score_in_parallel(model, tokens, routing, context, differentiate_entropies=differentiate_entropies)
@@ -136,9 +137,8 @@ def hidden_before(
     routing: Routing | None = None,
     context: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(hidden states [n,H] that the tokens at ``places_N`` are predicted from, int64 [N] which rank has which token's).
-
-    Without a ``context`` this process has all of them, and the second is ``None``.
+    """(hidden states [n,H] that predict the tokens at ``places_N``, int64 [N] rank that has the state of each token).
+    Without a ``context`` this process has all of them, and the second result is ``None``.
     """
     if context is None:
         return model.forward_packed(token_ids_T, lengths, routing)[places_N - 1], None
@@ -170,7 +170,7 @@ def _score_in_parallel(
 
 
 def sampled_logprobs(model: CausalModel, tokens: SampledTokens, routing: Routing | None = None) -> Tensor:
-    """[N] float32: the log-probabilities of :func:`score` alone."""
+    """[N] float32: only the log-probabilities of :func:`score`."""
     hidden_NH, _ = hidden_before(model, tokens.token_ids_T, tokens.lengths, tokens.places_N, routing)
     columns = (tokens.scored_ids_N, tokens.temperatures_N, tokens.sampling_mask)
     (logprobs_N,) = in_chunks(_logprobs, model, hidden_NH, *columns)
@@ -178,7 +178,7 @@ def sampled_logprobs(model: CausalModel, tokens: SampledTokens, routing: Routing
 
 
 def by_trajectory(values_N: Tensor, masks: Sequence[Mask]) -> list[Floats]:
-    """[L] of each trajectory: the values of the tokens that were scored by these ``masks``, 0 elsewhere."""
+    """[L] of each trajectory: the values of the tokens scored by these ``masks``, 0 elsewhere."""
     masks = [_predicted(mask) for mask in masks]
     ends = np.cumsum([int(mask.sum()) for mask in masks])
     scores = [np.zeros(len(mask), np.float32) for mask in masks]
@@ -209,7 +209,7 @@ def _scores(
 
 
 def _predicted(mask_L: Mask) -> Mask:
-    """[L] the same without the first token."""
+    """[L] the same mask with the first token excluded."""
     return np.append(np.False_, mask_L[1:])
 
 

@@ -1,11 +1,11 @@
-"""Scores of sampled tokens by weights that are not the policy's: recent versions, a reference.
+"""Scores of sampled tokens by weights other than the current policy's: recent versions, a reference.
 
     one process       a model of its own gets a version's weights and scores
-    several ranks     each keeps its shards of every version in the host's memory; to score, all of them put these in
-                      the place of the policy's, compute together as in a training step, and put the policy's back
+    several ranks     each stores its shards of every version in host memory; to score, all of them swap these in for
+                      the policy's, compute together as in a training step, and swap the policy's back
 
-So the device of a rank holds the policy's shards and never a second model. Owns what is remembered and the exchange;
-whom to ask for which tokens is :mod:`etude.trainer.mismatch`'s and :mod:`etude.trainer.reference`'s.
+So the device of a rank holds the policy's shards and never a second model. Owns the stored versions and the swap;
+:mod:`etude.trainer.mismatch` and :mod:`etude.trainer.reference` choose version and tokens.
 
 Shape legend: L tokens of a trajectory, N scored tokens.
 """
@@ -30,7 +30,7 @@ from etude.trainer.scores import by_trajectory, sampled_logprobs, sampled_tokens
 from etude.types import Floats, Mask, Trajectory
 
 Row: TypeAlias = tuple[Trajectory, Mask]
-"""A trajectory and which of its tokens are scored, [L]."""
+"""A trajectory and the mask [L] of its scored tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Rescored:
     """Scores of some rows by a version."""
 
     logprobs: tuple[Floats, ...]
-    """[L] of each row: of the tokens that are scored, 0 elsewhere."""
+    """[L] for each row: log-probabilities of the scored tokens, 0 elsewhere."""
     pairs: int = 0
     """Pairs of token and expert that were replayed."""
     flips: int = 0
@@ -46,7 +46,7 @@ class Rescored:
 
 
 class VersionScorer(Protocol):
-    """Scores tokens under remembered versions of the weights."""
+    """Scores tokens under stored versions of the weights."""
 
     @property
     def versions(self) -> Collection[int]:
@@ -54,13 +54,13 @@ class VersionScorer(Protocol):
         ...
 
     def remember(self, version: int, state: Mapping[str, Tensor] | None, *, most: int) -> None:
-        """Remember ``state`` as ``version``, ``None``: the weights of the policy as they are; forget the oldest beyond
+        """Store ``state`` as ``version`` (``None``: the current weights of the policy); drop the oldest beyond
         ``most``.
         """
         ...
 
     def score(self, version: int, rows: Sequence[Row], *, max_tokens: int, replays: bool) -> Rescored:
-        """Score rows, ``max_tokens`` at a time on each device; with ``replays`` by the routes of the engine."""
+        """Score rows, ``max_tokens`` at a time on each device; with ``replays``, using the routes of the engine."""
         ...
 
 
@@ -68,7 +68,7 @@ class VersionScorer(Protocol):
 class WholeScorer:
     """A :class:`VersionScorer` of one process.
 
-    ``model`` computes as the trainer does and gets the weights in turn, so no other part may use it.
+    ``model`` computes as the trainer does and is loaded with each version in turn, so nothing else may use it.
     """
 
     def __init__(self, model: CausalModel, config: NumericsConfig) -> None:
@@ -79,7 +79,7 @@ class WholeScorer:
 
     @classmethod
     def holding(cls, version: int, state: Mapping[str, Tensor], model: CausalModel, config: NumericsConfig) -> Self:
-        """One that remembers ``version`` alone, in the model itself."""
+        """A scorer that stores only ``version``, in the model itself."""
         scorer = cls(model, config)
         load_state(model, state)
         scorer._states[version], scorer._loaded = {}, version
@@ -125,7 +125,7 @@ class WholeScorer:
 
 @final
 class RankVersions:
-    """One rank's shards of remembered versions, for a model that is sharded."""
+    """One rank's shards of stored versions of a sharded model."""
 
     def __init__(self, model: CausalModel) -> None:
         self._model = model
@@ -138,7 +138,7 @@ class RankVersions:
         return self._shards.keys()
 
     def remember(self, version: int, state: Mapping[str, Tensor] | None, *, most: int) -> None:
-        """Remember as :meth:`VersionScorer.remember` says, of whole tensors; with ``most`` 0 for good."""
+        """Store a version of whole tensors as :meth:`VersionScorer.remember` does; with ``most`` 0 permanently."""
         if not most:
             self._pinned.add(version)
         self._shards[version] = self._policy() if state is None else self._parts(state)
@@ -148,7 +148,7 @@ class RankVersions:
 
     @contextlib.contextmanager
     def instead(self, version: int) -> Iterator[None]:
-        """Within it the model has the weights of ``version``, afterwards its own again, to the last bit."""
+        """Context in which the model has the weights of ``version``; afterwards it has its own again, bit for bit."""
         own = self._policy()
         self._load(self._shards[version])
         try:
@@ -160,7 +160,7 @@ class RankVersions:
     def score(
         self, rows: Sequence[Trajectory], floor: float, context: ContextParallel | None, *, replays: bool
     ) -> Rescored:
-        """Scores of the tokens in the rows' loss masks; every rank has to call it, if only without rows."""
+        """Scores of the tokens in the rows' loss masks; every rank has to call it, even without rows."""
         device = self._model.embedding.device
         routing = routing_of(rows, "completion" if replays else "off", floor, device) if rows else None
         masks = [row.loss_mask for row in rows]
@@ -182,16 +182,16 @@ class RankVersions:
             for name, place in self._model.state_dict().items():
                 local(place).copy_(shards[name])
         if isinstance(self._model, FSDPModule):
-            self._model.reshard()  # what was gathered of the weights before
+            self._model.reshard()  # drop weights that were gathered before
 
 
 def part_of(whole: Tensor, place: Tensor) -> Tensor:
-    """The view of a whole tensor that a rank has where ``place`` is how it is sharded."""
+    """A rank's view of a whole tensor that is sharded as ``place`` is."""
     return whole[box_of(place).inside(Box((0,) * place.ndim, tuple(place.shape)))]
 
 
 def _parts(rows: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
-    """Rows in their order, as many at a time as have ``max_tokens`` together, at least one."""
+    """Consecutive rows with at most ``max_tokens`` tokens together, but at least one row."""
     part, tokens = list[Row](), 0
     for row in rows:
         length = len(row[0].token_ids)

@@ -1,14 +1,14 @@
-"""A whole model in the host's memory that follows a sharded one: ranks tell what changed of their parts.
+"""A whole copy of a sharded model in host memory, kept up to date with the changes that ranks send.
 
-    rank r    its part, rounded as it is published ──▶ other bits than last time? ──▶ places and numbers ─┐
-    rank 0    whole tensor in the host's memory ◀──────────────── written there, tensor by tensor ◀───────┘
+    rank r    its part, rounded for publication ──▶ bits that differ from last time ──▶ indices, values ──┐
+    rank 0    whole tensor in host memory ◀────────────────────── written there, tensor by tensor ◀───────┘
 
-An update changes a few per cent of the rounded numbers (docs/weights.md), so that ranks send little. What a rank sent
-last lies in the memory of its host, and visits the device a tensor at a time to be compared there: no device holds more
-than its parts, no host but rank 0's more than those, rounded. Where much has changed, as the first time, a part is sent
-whole.
+An update changes a few per cent of the rounded numbers (docs/weights.md), so ranks send little. The last values that a
+rank sent stay in its host memory, and are copied to the device one tensor at a time for the comparison: no device holds
+more than its parts, and no host except rank 0's more than the rounded parts. If much has changed, as the first time, a
+part is sent whole.
 
-Owns what is compared and sent. What is published of the copy, and how it is encoded, is not decided here.
+Owns the comparison and the transfer, not the publication or encoding of the copy.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from etude.models.hf import CausalModel, make_causal_model
 from etude.trainer.checkpoint import Box, box_of
 
 WHOLE = -1
-"""In place of the number of changes: all numbers of a part follow."""
+"""Value of the change count if all numbers of a part follow."""
 _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,11 +37,11 @@ class ChangedPart:
     count: int
     """Changed numbers, or :data:`WHOLE`."""
     payload: Tensor
-    """uint8 [n]: places in the region as int64 and the numbers there, or all numbers."""
+    """uint8 [n]: indices in the region as int64 and the numbers there, or all numbers."""
 
     @classmethod
     def between(cls, box: Box, old: Tensor | None, new: Tensor) -> "ChangedPart":
-        """The change of a region from ``old``, if there was one, to ``new``: any other bits count."""
+        """The change of a region from ``old``, if any, to ``new``; numbers are compared by their bits."""
         numbers, size = new.reshape(-1), new.element_size()
         if old is not None:
             places = (numbers.view(_BITS[size]) != old.reshape(-1).view(_BITS[size])).nonzero().reshape(-1)
@@ -55,7 +55,7 @@ class ChangedPart:
         self.write_into(whole[self.box.inside(Box((0,) * whole.ndim, tuple(whole.shape)))])
 
     def write_into(self, region: Tensor) -> None:
-        """Write the numbers into the region alone, which lies in the host's memory."""
+        """Write the numbers into the region, a tensor in host memory."""
         payload = self.payload.cpu()
         if self.count == WHOLE:
             region.copy_(payload.view(region.dtype).view(self.box.shape))
@@ -67,22 +67,21 @@ class ChangedPart:
 
 @final
 class WholeCopy:
-    """The copy of one model; every rank of ``mesh`` has a part in it, rank 0 has the copy."""
+    """The copy of one model: every rank of ``mesh`` contributes its part, rank 0 has the copy."""
 
     def __init__(self, model: CausalModel, mesh: DeviceMesh | None, types: Mapping[str, torch.dtype]) -> None:
-        """``types`` are those that tensors of the model's state are rounded to; others stay as they are."""
+        """``types`` has the types that tensors of the model's state are rounded to; others are not rounded."""
         self._model = model
         self._mesh = mesh
         self._types = types
         self._is_first = mesh is None or mesh.get_local_rank() == 0
         self._sent: dict[str, Tensor] = {}
-        """Name → this rank's part as it was sent last, in the host's memory."""
+        """Name → this rank's part as last sent, in host memory."""
         self._whole: CausalModel | None = None
 
     def update(self) -> CausalModel | None:
-        """Bring the copy up to date; every rank has to call it. ``None`` on all but rank 0.
-
-        What it returned before changes, and must not be read meanwhile.
+        """Update the copy; every rank has to call it. ``None`` on all ranks except rank 0. The previously returned
+        model is changed in place, and must not be read meanwhile.
         """
         places = {} if self._whole is None else self._whole.state_dict()
         for name, tensor in self._model.state_dict().items():
@@ -99,7 +98,7 @@ class WholeCopy:
         return self._whole
 
     def _parts(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[ChangedPart]:
-        """Every rank's changes of a tensor, on rank 0; of one that all hold alike, its own."""
+        """Every rank's changes of a tensor, on rank 0; of a replicated tensor only rank 0's."""
         is_sharded = isinstance(tensor, DTensor)
         if not is_sharded and not self._is_first:
             return

@@ -1,11 +1,11 @@
-"""The tab *Live*: users' sessions, what they said and what it was worth, releases with their evidence, the way back.
+"""The tab *Live*: users' sessions with feedback and reward, releases with their evidence, rollback.
 
     GET /live                         counts, formula, newest sessions, suspects, releases, the test as it goes
     GET /live/sessions/{session}      one session: each part of its reward, as answered or estimated
     POST /live/rollback               {"version": 12, "by": "jane"} with the run's release key in X-Etude-Key
 
-Everything is read; the one thing that is written is a person's request, which the process ``release`` answers, as that
-of `etude release rollback`. The key is compared and forgotten.
+Read-only except for a person's rollback request, which the process ``release`` answers, like that of `etude release
+rollback`. The key is compared and not stored.
 """
 
 import hmac
@@ -85,10 +85,9 @@ def session(query: RunQuery) -> Json:
 
 
 def rollback(query: RunQuery) -> Json:
-    """Ask for a rollback of the version that is named, which must be the one that is due to be taken back.
-
-    Raises :class:`~etude.ui.routes.Forbidden` without the key, and :class:`~etude.errors.UserError` where there is
-    nothing to go back to, or it is another version's turn.
+    """Request a rollback of the given version, which must be the next to be taken back. Raises
+    :class:`~etude.ui.routes.Forbidden` without the key, and :class:`~etude.errors.UserError` if there is nothing to
+    roll back to, or another version is next.
     """
     run, fix = query.run, f"`etude keys derive {query.run.folder.name} release` prints it"
     if not query.key:
@@ -219,7 +218,7 @@ def _rollout(archive: Archive, session_id: str) -> Rollout | None:
 
 
 def _poisoning(run: RunReader, archive: Archive, feedback: SessionArchive | None) -> Json:
-    """Counts of sessions that protection keeps out of learning, or holds down."""
+    """Counts of sessions that protection excludes from training or limits."""
     limits = run.config.feedback.poisoning
     newest = [] if feedback is None else feedback.newest(MOST_ROWS)
     observed = archive.observed([record.session.session_id for record in newest])

@@ -1,4 +1,4 @@
-"""Runs that the page shows: where they are, and what is known of each, read as it grows.
+"""Runs that the page shows: their folders and their data, read incrementally.
 
     folders, folders of folders ──▶ RunList ──▶ RunReader ──▶ folds of events, the ledger, the weight log
 
@@ -31,7 +31,7 @@ from etude.types import Json
 from etude.ui.event_lines import EventLines, Fields
 
 ALIVE_S = 15.0
-"""A run whose supervisor wrote nothing for so long is not going on: it notes the memory in use every two seconds."""
+"""A run whose supervisor wrote nothing for this long is not running: it logs the memory in use every two seconds."""
 FIGURES_SHARE = 0.003
 """Share of a core for figures that are made anew while somebody looks: those of 10,000 steps every two minutes.
 """
@@ -111,7 +111,7 @@ class RunReader:
             yield fold  # type: ignore[misc]  # the fold of this very class
 
     def figures(self, name: str, make: Callable[[], Json]) -> Json:
-        """Figures that take long to make, made anew only so often that this takes :data:`FIGURES_SHARE` of a core."""
+        """Expensive figures, recomputed only so often that they take :data:`FIGURES_SHARE` of a core."""
         with self._figures_lock:
             due_s, figures = self._figures.get(name, (-math.inf, None))
             now_s = time.monotonic()
@@ -138,7 +138,7 @@ class RunReader:
         return tuple(file.stat().st_size for file in self._files())
 
     def overview(self) -> dict[str, Json]:
-        """Line of a list of runs; cheap, whatever the size of its events."""
+        """Row in the list of runs; cheap for any number of events."""
         changed_s = max((file.stat().st_mtime for file in self._files()), default=0.0)
         phase = self._last("PhaseStarted", "supervisor*.jsonl", "rollouts*.jsonl")
         step = self._last("StepDone", "train*.jsonl")

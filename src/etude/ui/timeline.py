@@ -1,4 +1,4 @@
-"""Lanes of who did what when, folded from a run's events: lanes of processes, with the states that each is in.
+"""A timeline folded from a run's events: lanes of processes, with the states that each is in.
 
     StepDone, StepSaved ─▶ trainer     computing · waiting for the batch · waiting for the version before · saving …
     EngineStats ─────────▶ each engine busy, of what it reported; swaps are marks
@@ -6,9 +6,8 @@
     RolloutClosed ───────▶ rollouts    how many are in which stage; evaluations how many are tried
     WeightsPublished ────▶ publishing  beside the next step
 
-Only what an event tells is in a lane: rollouts that have not ended are not there yet, an engine that reports nothing
-has no lane. Owns this fold. What a window of it looks like is :mod:`etude.ui.timeline_view`'s, what it means
-:mod:`etude.ui.time_use`'.
+A lane contains only data from events: unfinished rollouts are not there yet, and an engine that reports nothing has no
+lane. Owns this fold. :mod:`etude.ui.timeline_view` renders a window of it, :mod:`etude.ui.time_use` interprets it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +29,7 @@ TRAINER, PUBLISHING, ENGINES, GATEWAYS, ROLLOUTS, EVALUATIONS, AWAY = (
     "evaluations",
     "away",
 )
-"""Groups of lanes, in the order in which work goes round."""
+"""Groups of lanes, in the order of the training loop."""
 COMPUTING, WAITING, LANDING, SAVING, HANDING = "computing", "waiting", "landing", "saving", "handing over"
 """States of the trainer: with a batch; for one; for the version before; writing a checkpoint; starting to publish."""
 BUSY, IDLE = "busy", "idle"
@@ -74,7 +73,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened at one time, or in a short one."""
+    """An event at one time, or over a short time."""
 
     at_s: float
     kind: str
@@ -225,7 +224,7 @@ class Timeline:
     def _add_rollout(self, at_s: float, fields: Fields) -> None:
         purpose, start_s = fields["purpose"], at_s - fields["seconds"]
         if purpose == LIVE:
-            return  # between a user's calls nobody waits
+            return  # no one waits between a user's calls
         if purpose != TRAIN:
             self._lane(EVALUATIONS, EVALUATIONS).add("tried", start_s, at_s)
             return

@@ -1,7 +1,7 @@
-"""Adapters that a native engine serves beside its own weights, by the names that requests ask for.
+"""Adapters that a native engine serves beside its own weights, by the names in requests.
 
-An adapter never changes: a newer one of the same name is another object, and what was begun with the older one ends
-with it. Owns the names; which rows get which adapter is :mod:`etude.models.lora`'s.
+An adapter never changes: a newer one of the same name is another object, and completions that began with the older one
+end with it. Owns the names; :mod:`etude.models.lora` assigns adapters to rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ class ServedAdapter:
     digest: str
     factors: Factors
     chain: int
-    """Number in the index of prefixes, below 0."""
+    """Negative number in the prefix index."""
 
 
 @final
@@ -37,9 +37,9 @@ class ServedAdapters:
         self._added = 0
 
     def add(self, name: str, state: Mapping[str, Tensor], *, version: int, digest: str) -> None:
-        """Serve an adapter over the engine's base as ``name``, from the next request that asks for it on.
+        """Serve an adapter over the engine's base as ``name``, for all later requests with this name.
 
-        Raises ``ValueError`` where the engine serves whole weights or the name is empty, and
+        Raises ``ValueError`` if the engine serves whole weights or the name is empty, and
         :class:`~etude.errors.DamagedError` for an adapter of another base.
         """
         if self._model.adapters is None or not name:
@@ -51,11 +51,11 @@ class ServedAdapters:
         )
 
     def remove(self, name: str) -> None:
-        """Serve no further request with an adapter. Raises ``ValueError`` where there is none of the name."""
+        """Stop serving new requests with an adapter. Raises ``ValueError`` if there is none of this name."""
         del self._by_name[self.named(name).name]
 
     def named(self, name: str) -> ServedAdapter:
-        """The adapter of a name. Raises ``ValueError`` where there is none."""
+        """The adapter of a name. Raises ``ValueError`` if there is none."""
         adapter = self._by_name.get(name)
         if adapter is None:
             raise ValueError(f"there is no adapter {name!r}, only {sorted(self._by_name) or 'what the run serves'}")

@@ -1,7 +1,7 @@
 """The paged key/value cache of the native engine: runs a step's tokens through the model.
 
-Owns the tensors: keys, values and, where routes are recorded, the experts of every position, so that a reused prefix
-brings its routes along. Which page belongs to which request is the scheduler's to decide.
+Owns the tensors: keys, values and, if routes are recorded, the experts of every position, so that a reused prefix
+includes its routes. The scheduler assigns pages to requests.
 
 Shape legend: N tokens of a step, R of them that a token is sampled after, B sequences, P pages, K key heads, D width of
 a key, S positions per page, W width of a value, L sparse layers, k experts per token, H hidden.
@@ -36,15 +36,15 @@ class StepOutput:
     routes_NLk: Tensor | None
     """int16, the bits of uint16; ``None`` where routes are not recorded."""
     sampling_R: Tensor
-    """int64: the tokens, by their place in the step, that a token is sampled after; on the device."""
+    """int64, on the device: indices in the step of the tokens that a token is sampled after."""
 
 
 class PagedCache:
     """Keys [P,K,D,S] and values [P,K,S,W] of every layer, in the type of the model's weights."""
 
     def __init__(self, model: Decoder, pages: int, *, record_routes: bool, drafts: bool = False) -> None:
-        """One page more than ``pages`` is for rows of a step that no request has. With ``drafts`` the keys of a
-        draft head are here, too.
+        """One additional page is for padding rows of a step. With ``drafts`` the cache also has the keys of a draft
+        head.
         """
         spec, weights = model.spec, model.embedding
         attention = spec.attention
@@ -60,15 +60,15 @@ class PagedCache:
         self.tails_PH = torch.zeros(
             pages if drafts else 0, spec.hidden_size, dtype=weights.dtype, device=weights.device
         )
-        """The hidden state of each page's last token, from which a draft head goes on."""
+        """The hidden state of each page's last token, from which a draft head continues."""
         self._routes: Tensor | None = None
         if record_routes and spec.experts is not None:
-            # The bits of uint16: torch has that type, but not the operations.
+            # The bits of uint16: torch has that type, but not the operations on it.
             self._routes = torch.zeros((pages * PAGE, *spec.routes_shape), dtype=torch.int16, device=weights.device)
 
     @property
     def records_routes(self) -> bool:
-        """True where :meth:`routes` can be read."""
+        """True if :meth:`routes` can be read."""
         return self._routes is not None
 
     @property
@@ -87,7 +87,7 @@ class PagedCache:
         return StepOutput(hidden_NH=hidden_NH, routes_NLk=routes_NLk, sampling_R=sampling_R)
 
     def compute(self, model: Decoder, token_ids_N: Tensor, rows: PagedRows) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [N,H] and, if recorded, routes [N,L,k] of tokens whose places are known."""
+        """Hidden states [N,H] and, if recorded, routes [N,L,k] of tokens with given positions in the cache."""
         routing = None if self._routes is None else Routing(record=True)
         hidden_NH: Tensor = model(token_ids_N, rows.positions_N, self._attend(model, rows), routing)
         if self._routes is None or routing is None:
@@ -105,7 +105,7 @@ class PagedCache:
         return attend
 
     def routes(self, request: EngineRequest) -> Routes:
-        """[cached, L, k] the experts of everything that a request has in the cache."""
+        """[cached, L, k] the experts of all tokens that a request has in the cache."""
         assert self._routes is not None, "routes are not recorded"
         positions = np.arange(request.cached)
         slots = np.array(request.pages)[positions // PAGE] * PAGE + positions % PAGE
@@ -116,7 +116,7 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Adjacent tokens of a request, from a position on."""
+    """Adjacent tokens of a request, starting at a position."""
 
     pages: Sequence[int]
     start: int
@@ -124,8 +124,8 @@ class TokenRun:
 
     @property
     def singles(self) -> "Iterator[TokenRun]":
-        """Each of them as a sequence of one token. All write their keys before any attends, so each sees those before
-        it; and what computes decoding requests computes them.
+        """Each of them as a sequence of one token. All write their keys before any attends, so each sees the earlier
+        ones; the kernel for decoding computes them.
         """
         for index, token_id in enumerate(self.token_ids):
             yield TokenRun(self.pages, self.start + index, (token_id,))
@@ -142,7 +142,7 @@ def _runs(work: ScheduledTokens) -> "Iterator[TokenRun]":
 
 
 def _rows(plan: Sequence[ScheduledTokens], device: torch.device) -> tuple[PagedRows, Tensor, Tensor]:
-    """The places of a step's tokens in the cache, their ids [N], and those that sample [R]."""
+    """The positions of a step's tokens in the cache, their ids [N], and the rows that sample [R]."""
     ends = np.cumsum([work.rows for work in plan]).tolist()
     sampling = [
         row
@@ -156,7 +156,7 @@ def _rows(plan: Sequence[ScheduledTokens], device: torch.device) -> tuple[PagedR
 def place_rows(
     runs: Sequence[TokenRun], device: torch.device, chosen: Sequence[int] = ()
 ) -> tuple[PagedRows, Tensor, Tensor]:
-    """The places of tokens in the cache, their ids [N], and the numbers of ``chosen`` rows [R], on the device.
+    """The positions of tokens in the cache, their ids [N], and the indices of ``chosen`` rows [R], on the device.
 
     Runs of one token come first.
     """

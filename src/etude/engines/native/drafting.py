@@ -1,24 +1,24 @@
-"""Drafts: the tokens that a draft head expects next, proposed behind each step and verified in the next.
+"""Drafts: the tokens that a draft head expects next, proposed after each step and verified in the next.
 
-    step ──▶ hidden states ──▶ draft head reads what the step has added ──▶ draft 1 ──▶ draft head ──▶ draft 2 ──▶ …
+    step ──▶ hidden states ──▶ draft head reads the step's tokens ──▶ draft 1 ──▶ draft head ──▶ draft 2 ──▶ …
     next step: last token and drafts in one pass ──▶ a draw at each ──▶ those before the first wrong draft count
 
-Speculative decoding (Leviathan et al., arXiv 2211.17192), but for its rejection sampling. A token that this engine
+Speculative decoding (Leviathan et al., arXiv 2211.17192), without its rejection sampling. A token that this engine
 draws is a function of the logits, the request's seed and the token's position (:mod:`etude.models.kernels.draws`). So a
-draft is right exactly if it is the token that the policy's own draw gives at its position, and what is drawn there is
-the answer in any case: a right draft only means that the next position's logits are known already. Whatever the head
-says, what is sampled, its log-probabilities, routes and sampling masks are those of plain decoding: in invariant
-arithmetic to the last bit, in fast arithmetic as far as a row does not depend on how many are computed with it.
+draft is correct exactly if it equals the policy's own draw at its position, and this draw is the answer in any case: a
+correct draft only means that the logits of the next position are already computed. For any draft, the sampled tokens,
+log-probabilities, routes and sampling masks are those of plain decoding: in invariant arithmetic to the last bit, in
+fast arithmetic as far as a row does not depend on the number of rows in a step.
 
-The head draws with the request's own parameters and the very number of that position, so equal distributions give equal
-tokens. Where they differ by ε in total variation, rejection sampling accepts 1 − ε. Drawing both by inverse cumulative
-sum from one number accepts less where many tokens compete, for a shift of the sums moves all ids behind it; as much
-where two tokens share the probability. What is gained is that nothing else in a run can tell the two apart: seeds
-repeat, parity and digests hold, and no second random number is needed.
+The head draws with the request's parameters and the random number of that position, so equal distributions give equal
+tokens. If they differ by ε in total variation, rejection sampling accepts 1 − ε. Drawing both by inverse cumulative sum
+from one number accepts less if many tokens compete, because a shift of the sums moves all later ids; it accepts equally
+many if two tokens share the probability. In return, results are the same as without drafts: seeds reproduce, parity and
+digests hold, and no second random number is needed.
 
-Owns what the head reads and what it proposes. Its keys are one more layer of the cache, its weights a part of the
-served model's: they change in one swap, and drafts of earlier weights are forgotten with it. A request's last step is
-not read by the head once the request has ended: a later prefix of its tokens may have drafts that are accepted less.
+Owns the input and the proposals of the head. Its keys are one more layer of the cache, its weights part of the served
+model: they change in the same swap, which also discards drafts of earlier weights. The head does not read the last step
+of a request that has ended: drafts after a prefix of its tokens may later be accepted less often.
 
 Shape legend: N tokens of a step, M tokens that the head reads, B requests, H hidden.
 """
@@ -39,19 +39,19 @@ from etude.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """The tokens of one request that the head reads: those that a step has added to the cache, and the one behind."""
+    """The tokens of one request that the head reads: those that a step has added to the cache, and the next one."""
 
     request: EngineRequest
     run: TokenRun
     decodes: bool
     first: int
-    """Row of the step's hidden states that its first token has."""
+    """Row of the first token in the step's hidden states."""
     drafts: int
-    """Count of those that are proposed after it; with none the token behind those in the cache is not read yet."""
+    """Number of drafts to propose; if 0, the token after those in the cache is not read yet."""
 
     @property
     def tails(self) -> dict[int, int]:
-        """Page → row of the step's hidden states that its last token in the cache has."""
+        """Page → row of its last cached token in the step's hidden states."""
         positions = range(self.run.start, self.request.cached)
         return {self.run.pages[p // PAGE]: self.first + p - self.run.start for p in positions}
 
@@ -72,11 +72,11 @@ class Drafter:
         hidden_NH: Tensor,
         seed_of: Callable[[EngineRequest], int],
     ) -> None:
-        """Read what a step has added, given its hidden states, and leave drafts with the requests that go on.
+        """Read the tokens that a step has added, given its hidden states, and set the drafts of requests that continue.
 
         Waits for the device once, for the drafts.
         """
-        # Runs of one token come first; of those that get drafts, those that get most, so that each pass has fewer rows.
+        # Runs of one token come first; among those with drafts, those with the most, so that each pass has fewer rows.
         readings = sorted(self._readings(plan), key=lambda reading: not reading.decodes)
         drafting = sorted((reading for reading in readings if reading.drafts), key=lambda reading: -reading.drafts)
         if not readings:
@@ -109,7 +109,7 @@ class Drafter:
             first += work.rows
 
     def _room_for_drafts(self, request: EngineRequest) -> int:
-        """Count of the drafts that are of use and have pages: none is needed of the last token that may be sampled."""
+        """Number of useful drafts with pages: the last token that may be sampled needs no draft."""
         most = min(self._most, request.params.max_tokens - request.sampled - 1)
         length = len(request.token_ids)
         return max(0, min(most, self._scheduler.reserve(request, length + most) - length))
@@ -117,7 +117,7 @@ class Drafter:
     def _read(
         self, model: Decoder, readings: Sequence[_Reading], drafting: Sequence[_Reading], hidden_NH: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The head's hidden states [B,H] behind each of ``drafting``: to go on from, and to make logits of."""
+        """The head's hidden states [B,H] after each of ``drafting``: to continue from, and to compute logits from."""
         device, tails_PH = hidden_NH.device, self._cache.tails_PH
         begins = [reading.run.start == 0 for reading in readings]
         pages = [

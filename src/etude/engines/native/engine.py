@@ -4,11 +4,10 @@
                         ▲                                    │
                         └── next step ◀── drafts, if any ◀───┘   swap() takes effect between two steps
 
-Owns the step loop and the calls in progress. Who is computed when is the
-:class:`~etude.engines.native.scheduler.Scheduler`'s to decide, keys and values are the
-:class:`~etude.engines.native.cache.PagedCache`'s, where weights come from is the caller's business. Runs in one event
-loop: a step computes for some milliseconds, then I/O has its turn. A step waits for the device once, for the tokens it
-drew.
+Owns the step loop and the calls in progress. The :class:`~etude.engines.native.scheduler.Scheduler` selects the
+requests of a step, the :class:`~etude.engines.native.cache.PagedCache` has keys and values, the caller supplies
+weights. Runs in one event loop: a step computes for some milliseconds, then I/O is handled. A step waits for the device
+once, for the drawn tokens.
 """
 
 import asyncio
@@ -39,12 +38,12 @@ from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, Ids, Routes, SamplingMask, TokenIds, as_list
 
 SEED_BITS = 63
-"""Random bits of the seed of a call that brings none."""
+"""Random bits of the seed of a call without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model with the name and the digest of its weights; changed between two steps only."""
+    """A model with the version and digest of its weights; changed only between two steps."""
 
     model: Decoder
     version: int
@@ -59,19 +58,19 @@ class _PendingCall:
     seed: int
     done: asyncio.Future[Completion]
     chunks: asyncio.Queue[TokenChunk | EngineUnavailable] | None
-    """Receives tokens as they come, for a stream; it holds no more than the completion has."""
+    """Receives the tokens of a stream as they are sampled; holds at most one completion."""
     scorer: PromptScorer | None
-    """Receives the hidden states of the prompt, where its logprobs are wanted."""
+    """Receives the hidden states of the prompt, if its logprobs are requested."""
     adapter: ServedAdapter | None
-    """The adapter to sample with, to the end; ``None``: the model's own weights."""
+    """The adapter for the whole completion; ``None``: the model's own weights."""
     routes: list[Routes] = field(default_factory=list)
-    """[L,k] of each token that a token was sampled after, as the router chose then."""
+    """[L,k] for each token that a token was sampled after: the router's choice at that time."""
     sampling_mask: list[Ids] = field(default_factory=list)
-    """The ids each token was drawn from, where top-k or top-p truncates."""
+    """The ids that each token was drawn from, if top-k or top-p truncates."""
 
 
 _Row: TypeAlias = tuple[_PendingCall, int]
-"""A call, and how many drafts come before the token that is drawn for it."""
+"""A call, and the number of drafts before the token that is drawn for it."""
 
 
 @final
@@ -97,7 +96,7 @@ class NativeEngine:
         self._cache = PagedCache(weights.model, pages, record_routes=record_routes, drafts=drafts > 0)
         self._drafter = Drafter(self._cache, self._scheduler, most=drafts) if drafts else None
         self._sampler = Sampler(weights.model.arithmetic)
-        can_draw = can_capture(weights.model) and not drafts  # a graph leaves no hidden states to a draft head
+        can_draw = can_capture(weights.model) and not drafts  # a graph returns no hidden states for a draft head
         self._graphs = StepGraphs(weights.model, self._cache, self._sampler) if can_draw else None
         self._seeds = np.random.default_rng(seed)
         self._calls: dict[EngineRequest, _PendingCall] = {}
@@ -106,15 +105,15 @@ class NativeEngine:
         self._work = asyncio.Event()
         self._stepped = asyncio.Event()
         self._failure = ""
-        """The error that ended the steps, if one did."""
+        """The error that ended the step loop, if any."""
         self.busy_s = 0.0
         """Seconds spent computing."""
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion.
 
-        Raises ``ValueError`` on what can never be served (ids outside the vocabulary, a prompt that is too long), and
-        :class:`~etude.errors.EngineBusy` when as many calls as the engine takes are waiting.
+        Raises ``ValueError`` for a request that can never be served (ids outside the vocabulary, a prompt that is too
+        long), and :class:`~etude.errors.EngineBusy` if the queue is full.
         """
         with self._submitted(prompt_ids, params, session) as call:
             return await call.done
@@ -122,7 +121,7 @@ class NativeEngine:
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Sample one completion and hand out each token as it comes. Raises like :meth:`generate`."""
+        """Sample one completion and yield each token as it is sampled. Raises like :meth:`generate`."""
         with self._submitted(prompt_ids, params, session, streaming=True) as call:
             assert call.chunks is not None
             while True:
@@ -134,12 +133,12 @@ class NativeEngine:
                     return
 
     async def score(self, prompt_ids: TokenIds, *, first: int = 1, top_k: int = 0, session: str) -> PromptScores:
-        """Log-probabilities of the prompt's tokens from index ``first`` on, and of the ``top_k`` likeliest in their
-        places.
+        """Log-probabilities of the prompt's tokens from index ``first`` on, and of the ``top_k`` likeliest tokens at
+        each position.
 
-        What lies before may come from the cache, all else is computed. A token is sampled besides, which nobody gets:
-        there must be room for it. Raises like :meth:`generate`, and ``ValueError`` for what has no place in the prompt
-        or the vocabulary.
+        Earlier tokens may come from the cache, all others are computed. One token is also sampled and discarded, so
+        there must be room for it. Raises like :meth:`generate`, and ``ValueError`` if ``first`` is outside the prompt
+        or ``top_k`` exceeds the vocabulary.
         """
         vocabulary = self._weights.model.spec.vocab_size
         if not 1 <= first <= max(1, len(prompt_ids) - 1) or not 0 <= top_k <= vocabulary:
@@ -171,7 +170,7 @@ class NativeEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the key/value cache; it never grows."""
+        """Memory of the key/value cache, which never grows."""
         return self._cache.size_bytes
 
     @property
@@ -187,11 +186,11 @@ class NativeEngine:
     async def swap(self, weights: Weights, scatters: Sequence[Scatter] = ()) -> float:
         """Sample with other weights from the next token on; returns the pause in seconds.
 
-        ``scatters`` are written into their model first; they may go into the one that serves. When that raises, the
-        weights are of no version: load them anew. What becomes of turns in progress is the configured
-        :class:`~etude.engines.native.scheduler.SwapMode`'s; no later turn starts from a prefix of other weights. In
-        mode drain the call returns when the turns in progress have ended, which is no part of the pause; cancelled
-        before that, nothing was exchanged. One exchange at a time.
+        ``scatters`` are first written into their model, which may be the serving one. If that raises, the weights are
+        of no version: load them again. The configured :class:`~etude.engines.native.scheduler.SwapMode` determines the
+        effect on turns in progress; no later turn starts from a prefix of other weights. In mode drain the call first
+        waits, outside of the pause, until the turns in progress have ended; if it is cancelled before that, nothing is
+        swapped. One swap at a time.
         """
         if self._mode is SwapMode.DRAIN:
             self._scheduler.begin_drain()
@@ -216,23 +215,23 @@ class NativeEngine:
         return pause_s
 
     async def run(self) -> None:
-        """Step for ever.
+        """Run steps for ever.
 
-        consumes: queued requests; produces: completions; waits for: a request; woken by: :meth:`generate`;
-        on shutdown: cancelled, pending calls are cancelled by their callers; when a step fails, so do they.
+        consumes: queued requests; produces: completions; waits for: a request; woken by: :meth:`generate`; on shutdown:
+        cancelled, callers cancel their pending calls; if a step fails, all pending calls fail.
         """
         try:
             while True:
                 await self._work.wait()
                 self._work.clear()
                 while self.step():
-                    await asyncio.sleep(0)  # I/O has its turn
+                    await asyncio.sleep(0)  # let I/O run
         except Exception as error:
             self._fail(error)
             raise
 
     def step(self) -> bool:
-        """Compute one step; false when there was nothing to do."""
+        """Compute one step; false if there was nothing to do."""
         started_s = time.perf_counter()
         plan = self._scheduler.plan(self._weights.version)
         if plan:
@@ -243,8 +242,8 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _compute(self, plan: Sequence[ScheduledTokens]) -> None:
-        """Run the planned tokens through the model, and draw a token after each work that ends its request so far, and
-        after each of its drafts.
+        """Run the planned tokens through the model, and draw a token after each work that reaches its request's last
+        token, and after each of its drafts.
         """
         model, is_own = self._weights.model, True
         if model.adapters is not None:
@@ -278,7 +277,7 @@ class NativeEngine:
         return self._sampler.sample(self._weights.model.logits(hidden_NH), *_draw_parameters(rows), routes_NLk)
 
     def _score(self, plan: Sequence[ScheduledTokens], hidden_NH: Tensor, ends: Sequence[int]) -> None:
-        """Score the prompts whose logprobs are wanted, as far as this step has read them."""
+        """Score the prompts whose logprobs are requested, as far as this step has read them."""
         for end, work in zip(ends, plan, strict=True):
             if work.request.scored_from is not None:
                 scorer = self._calls[work.request].scorer
@@ -286,7 +285,7 @@ class NativeEngine:
                 scorer.add(self._weights.model, hidden_NH[end - work.count : end], work.start)
 
     def _append(self, works: Sequence[ScheduledTokens], drawn: Drawn) -> None:
-        """Give each work's call its next token, and further ones as long as its drafts are what was drawn."""
+        """Append the next token to each work's call, and further ones as long as its drafts equal the drawn tokens."""
         tokens, first = drawn.token_ids.tolist(), 0
         for work in works:
             call = self._calls[work.request]
@@ -298,7 +297,7 @@ class NativeEngine:
             first += 1 + len(work.drafts)
 
     def _append_row(self, call: _PendingCall, drawn: Drawn, row: int) -> None:
-        """Give a call its next token, and complete it where it has ended."""
+        """Append the next token to a call, and complete it if it has ended."""
         version = self._weights.version if call.adapter is None else call.adapter.version
         token, logprob = int(drawn.token_ids[row]), float(drawn.logprobs[row])
         self._scheduler.append(call.request, token, logprob, version)
@@ -339,7 +338,7 @@ class NativeEngine:
         streaming: bool = False,
         scorer: PromptScorer | None = None,
     ) -> Iterator[_PendingCall]:
-        """A call in line while the context is open; leaving it early takes it back."""
+        """Submit a call for the lifetime of the context; leaving it early cancels the call."""
         if self._failure:
             raise EngineUnavailable(self._failure)
         adapter = self.adapters.named(params.adapter) if params.adapter else None
@@ -371,7 +370,7 @@ class NativeEngine:
                 self._scheduler.cancel(request)
 
     def _fail(self, error: Exception) -> None:
-        """Tell every caller that there will be no answer, later ones too."""
+        """Fail all pending and later calls."""
         self._failure = f"the engine's step failed: {type(error).__name__}: {error}"
         failure = EngineUnavailable(self._failure)
         for call in self._calls.values():
@@ -398,7 +397,7 @@ def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, c
 
 
 def _draw_parameters(rows: Sequence[_Row]) -> tuple[list[SamplingParams], list[int], list[int]]:
-    """Parameters, seeds and counts of sampled tokens, which is what a draw depends on."""
+    """Parameters, seeds and numbers of sampled tokens, on which a draw depends."""
     requests = [call.request for call, _ in rows]
     positions = [call.request.position + ahead for call, ahead in rows]
     return [one.params for one in requests], [call.seed for call, _ in rows], positions
@@ -417,9 +416,9 @@ def _chunk(
 
 
 def _routes(call: _PendingCall, cache: PagedCache) -> Routes | None:
-    """[P + C − 1, L, k]: of the prompt as it lies in the cache, of sampled tokens as they were sampled.
+    """[P + C − 1, L, k]: for the prompt the routes in the cache, for sampled tokens those at their sampling.
 
-    The two differ where new weights or a lack of pages made the engine read sampled tokens again.
+    The two differ if new weights or a lack of pages made the engine read sampled tokens again.
     """
     if not cache.records_routes:
         return None

@@ -1,15 +1,15 @@
 """Steps as CUDA graphs: the forward pass, the draw and the log-probabilities in one call.
 
-    one copy of what the step needs ──▶ one graph ──▶ one copy of what it drew, which the host waits for
+    one copy of the step's inputs ──▶ one graph ──▶ one copy of the drawn tokens, which the host waits for
 
-A small step launches hundreds of kernels, which take longer to start than to run. A graph replays what it captured on
-the very addresses it captured: it is keyed by the model whose weights it reads, and its inputs are copied to where it
-reads them. Steps are rounded up to a size that was captured; the rows beyond a step draw greedily, and read and write
-the cache's idle page.
+A small step launches hundreds of kernels, which take longer to start than to run. A graph replays the captured kernels
+at the captured addresses: it is keyed by the model whose weights it reads, and its inputs are copied to fixed
+addresses. Steps are padded to a captured size; the padding rows draw greedily, and read and write the cache's idle
+page.
 
-There are two kinds: steps that only decode, in which each row is a sequence, and mixed ones, in which some prompts are
-read as well. Attention of these goes tile by tile, and which rows are a tile is an input. A mixed step of many tokens
-computes for longer than its launches take, and needs no graph.
+There are two kinds: steps that only decode, in which each row is a sequence, and mixed steps, which also read some
+prompts. Attention of the latter is computed in tiles, and the rows of each tile are an input. A mixed step of many
+tokens computes for longer than its launches take, and needs no graph.
 
 Shape legend: N rows of a graph, B sequences, P pages of each, T tiles, L sparse layers, k experts per token.
 """
@@ -31,11 +31,11 @@ from etude.models.arithmetic import PagedRows
 from etude.models.decoder import Decoder
 
 WARM_UPS = 2
-"""Plain runs before a capture: libraries choose kernels and take workspaces in their first calls."""
+"""Plain runs before a capture: libraries choose kernels and allocate workspaces in their first calls."""
 GROUPED_PRODUCTS = (9, 10)
-"""Compute capabilities, their first number, on which grouped matrix products run without the host."""
+"""Major compute capabilities on which grouped matrix products do not wait for the host."""
 MOST_ROWS, ROWS = 512, 64
-"""Rows of the largest mixed graph, and what the rows of each are a multiple of."""
+"""Rows of the largest mixed graph, and the granularity of rows."""
 
 
 class _Kind(NamedTuple):
@@ -51,22 +51,22 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """A graph, and what it reads and writes."""
+    """A graph with its input and output buffers."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
     """uint8: see :func:`_inputs`."""
     drawn: DrawnTensors
     outputs: Tensor
-    """uint8: the drawn tensors' bytes."""
+    """uint8: bytes of the drawn tensors."""
 
 
 @final
 class StepGraphs:
-    """The CUDA graphs of one engine, each captured when its size is first met."""
+    """The CUDA graphs of one engine, each captured at the first step of its size."""
 
     def __init__(self, model: Decoder, cache: PagedCache, sampler: Sampler) -> None:
-        """Weights may be other ones later, of the same shape as ``model``."""
+        """Later models may have other weights, of the same shapes as ``model``."""
         self._tile_tokens = _tile_tokens(model)
         self._cache = cache
         self._sampler = sampler
@@ -74,7 +74,7 @@ class StepGraphs:
         self._pool: tuple[int, int] | None = None
 
     def take(self, plan: Sequence[ScheduledTokens]) -> bool:
-        """Report whether a step is one for :meth:`run`: nothing is scored, and prompts are short in all."""
+        """Report whether :meth:`run` supports a step: no prompt is scored, and all prompts together are short."""
         if any(work.request.scored_from is not None for work in plan):
             return False
         if only_decodes(plan):
@@ -83,7 +83,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def run(self, model: Decoder, plan: Sequence[ScheduledTokens], table_4R: Table) -> Drawn:
-        """Compute and sample as the plain step would: a token and its routes behind each work that samples.
+        """Compute and sample like a plain step: a token and its routes after each work that samples.
 
         Waits for the device once. Raises like :meth:`~etude.engines.native.sampling.Sampler.sample`.
         """
@@ -126,7 +126,7 @@ class StepGraphs:
                 step()
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Another thread may be staging weights on this device, which is no part of the graph and no error.
+        # Another thread may be staging weights on this device; that is not part of the graph and no error.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
             drawn = step()
             outputs = join(drawn.tensors)
@@ -135,9 +135,8 @@ class StepGraphs:
 
 
 def can_capture(model: Decoder) -> bool:
-    """Report whether a model's steps can be CUDA graphs, which must never wait for the host.
-
-    Grouped products of experts do, in any type but bfloat16 and on any GPU but Hopper's and Blackwell's large ones.
+    """Report whether a model's steps can be CUDA graphs, which must never wait for the host. Grouped products of
+    experts do wait, except in bfloat16 on data-centre GPUs of the Hopper and Blackwell generations.
     """
     weights = model.embedding
     if weights.device.type != "cuda" or weights.dtype is not torch.bfloat16:
@@ -146,12 +145,12 @@ def can_capture(model: Decoder) -> bool:
 
 
 def only_decodes(plan: Sequence[ScheduledTokens]) -> bool:
-    """Report whether a step is one token of each request, each to be followed by a sampled one, and no more."""
+    """Report whether a step has exactly one token per request, each followed by a sampled one."""
     return all(work.count == 1 and work.samples for work in plan)
 
 
 def _tile_tokens(model: Decoder) -> int | None:
-    """Tokens of a tile; ``None`` for heads that the kernel does not take, whose prompts are read one by one."""
+    """Tokens of a tile; ``None`` for heads that the kernel does not support, whose prompts are read one by one."""
     from etude.models.kernels.gpu import paged_attention
 
     attention = model.spec.attention
@@ -163,7 +162,7 @@ def _tile_tokens(model: Decoder) -> int | None:
 
 
 def _kind(model: Decoder, plan: Sequence[ScheduledTokens], *, truncates: bool) -> _Kind:
-    """The graph of a step. A mixed one has a row and a sequence more than the step at least, which are idle."""
+    """The kind of graph for a step. A mixed one has at least one idle row and one idle sequence."""
     pages = _power_above(max(len(work.request.pages) for work in plan))
     if only_decodes(plan):
         rows = _power_above(len(plan))
@@ -175,8 +174,8 @@ def _kind(model: Decoder, plan: Sequence[ScheduledTokens], *, truncates: bool) -
 def _inputs(
     plan: Sequence[ScheduledTokens], table_4R: Table, kind: _Kind, idle_page: int, tile_tokens: int | None
 ) -> list[Tensor]:
-    """Token ids [N], positions [N], sequences [N], pages [B,P] and sampling parameters [4,B] of a step, on the host; of
-    a mixed one the rows that are sampled after [B], and tiles [2,T], too.
+    """Token ids [N], positions [N], sequences [N], pages [B,P] and sampling parameters [4,B] of a step, on the host;
+    for a mixed one also the rows to sample after [B], and tiles [2,T].
     """
     token_ids, positions = np.zeros((2, kind.rows), np.int64)
     sequences = np.arange(kind.rows, dtype=np.int32)
@@ -201,7 +200,7 @@ def _inputs(
 
 
 def _sampled(plan: Sequence[ScheduledTokens], kind: _Kind) -> npt.NDArray[np.int64]:
-    """[B] the last row of each work that samples; the rest are the last of all, an idle one."""
+    """[B] the last row of each work that samples, padded with the last row, which is idle."""
     rows = np.full(kind.sequences, kind.rows - 1, np.int64)
     ends = np.cumsum([work.count for work in plan], dtype=np.int64)
     last = [end - 1 for end, work in zip(ends.tolist(), plan, strict=True) if work.samples]
@@ -210,7 +209,7 @@ def _sampled(plan: Sequence[ScheduledTokens], kind: _Kind) -> npt.NDArray[np.int
 
 
 def _tiles(counts: Sequence[int], kind: _Kind, tile_tokens: int) -> npt.NDArray[np.int32]:
-    """[2,T] first rows and sizes of tiles: each sequence's rows cut, and spare ones, which are the last row."""
+    """[2,T] first rows and sizes of tiles: each sequence's rows in tiles, padded with tiles of the last row."""
     tiles = np.empty((2, kind.sequences + kind.rows // tile_tokens), np.int32)
     tiles[:] = [[kind.rows - 1], [1]]
     tile = row = 0
@@ -223,5 +222,5 @@ def _tiles(counts: Sequence[int], kind: _Kind, tile_tokens: int) -> npt.NDArray[
 
 
 def _power_above(count: int) -> int:
-    """The smallest power of two that is not below ``count``."""
+    """The smallest power of two ≥ ``count``."""
     return 1 << (count - 1).bit_length()

@@ -1,10 +1,11 @@
 """The native engine: starts it, and updates the weights of its model in place.
 
-    update ──stage──▶ writes into the spare model ──swap──▶ serves; the other is the spare now
+    update ──stage──▶ writes into the spare model ──swap──▶ it serves; the other becomes the spare
 
 A checkpoint's tensors are views into the model's parameters (``models/naming.py``), so each changed number is written
-where it lies: an update costs as much as has changed, whatever the size of the model. With a spare the engine holds its
-weights twice, and sampling pauses only to exchange two references. Without one the writes happen between two steps.
+in place: the cost of an update depends on the number of changes, not on the size of the model. With a spare the engine
+has its weights twice, and sampling pauses only to exchange two references. Without a spare, the writes happen between
+two steps.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ from etude.weights.tensors import to_tensors
 STATS_S = 1.0
 """Seconds between two reports of the load."""
 PROOF_EVERY = 16
-"""Versions between two comparisons of the resident weights with what was published."""
+"""Versions between two comparisons of the resident weights with the published digest."""
 
 Changed: TypeAlias = Mapping[str, Sequence[ChangedNumbers]] | None
 """The numbers that one version changed, by tensor; ``None``: so many that the whole state is loaded."""
@@ -46,7 +47,7 @@ Changed: TypeAlias = Mapping[str, Sequence[ChangedNumbers]] | None
 
 @asynccontextmanager
 async def open_native(context: EngineContext, pulled: PulledWeights) -> AsyncIterator[ServedEngine]:
-    """Load a version into as many models as the recipe keeps, verify them, and serve the first."""
+    """Load a version into each model that the recipe asks for, verify them, and serve the first."""
     config, routes = context.config.engine, context.config.numerics.replay != "off"
     torch.set_num_threads(config.native.threads)
     open_updater = partial(NativeUpdater.open, pulled, config, context.make_model, context.load, record_routes=routes)
@@ -74,7 +75,7 @@ class ResidentModel:
         self._behind.append(changed)
 
     def catch_up(self, whole: Mapping[str, Tensor]) -> list[Scatter]:
-        """Prepare the writes that lead to the newest recorded version, in order; ``whole`` is its full state."""
+        """Prepare the writes up to the newest recorded version, in order; ``whole`` is its full state."""
         behind, self._behind = self._behind, []
         scatters = []
         for changed in behind:
@@ -84,7 +85,7 @@ class ResidentModel:
         return scatters
 
     def digest(self) -> str:
-        """The state digest, in hex, of the weights that are resident, read where they lie."""
+        """The state digest, in hex, of the resident weights, computed in place."""
         parts = (
             digest_tensor(view, spec_key(self._specs[name]), Region.run(0, view.numel()))
             for name, view in self._views.items()
@@ -92,9 +93,10 @@ class ResidentModel:
         return (layout_digest(self._specs.values()) + sum(parts, start=Digest.ZERO)).hex()
 
     def prove(self, version: int, digest: str) -> None:
-        """Verify the resident weights. Raises :class:`~etude.errors.InfrastructureError` if ``digest`` is not theirs.
+        """Verify the resident weights. Raises :class:`~etude.errors.InfrastructureError` if they do not have this
+        ``digest``.
 
-        Quantised experts are resident in decoded form and cannot be verified; they were when they were pulled.
+        Quantised experts are resident in decoded form and cannot be verified here; they were verified when pulled.
         """
         if self._specs.keys() == self._views.keys() and (resident := self.digest()) != digest:
             raise InfrastructureError(
@@ -103,7 +105,7 @@ class ResidentModel:
             )
 
     def _scatter(self, changed: Mapping[str, Sequence[ChangedNumbers]]) -> Scatter:
-        """One write per parameter, however many of its views changed."""
+        """One write per parameter, for any number of changed views."""
         parts: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
         for name, runs in changed.items():
             view = self._views[name]
@@ -139,7 +141,7 @@ class NativeUpdater:
     ) -> "NativeUpdater":
         """An engine that serves ``pulled``, with as many models as ``config`` keeps, and its updater."""
         models = [make_model()]
-        if config.native.spare_weights and models[0].adapters is None:  # an adapter is small and quickly written
+        if config.native.spare_weights and models[0].adapters is None:  # an adapter is small and fast to write
             models.append(make_model())
         residents = [ResidentModel(model, partial(load, model), pulled) for model in models]
         engine = NativeEngine(
@@ -156,11 +158,11 @@ class NativeUpdater:
         return self.engine.weights.version
 
     def stage(self, update: WeightUpdate) -> Swap:
-        """Write an update into the spare model, or prepare the writes where there is none."""
+        """Write an update into the spare model, or prepare the writes if there is none."""
         pulled = self._latest = update.weights
         for resident in self._residents:
             resident.fall_behind(update.changed)
-        self._residents.append(self._residents.pop(0))  # the spare comes first; alone, a model is its own
+        self._residents.append(self._residents.pop(0))  # the spare becomes the first; a single model stays in place
         chosen = self._residents[0]
         is_proof = pulled.version % PROOF_EVERY == 0
         scatters = chosen.catch_up(to_tensors(pulled.state))
@@ -179,7 +181,7 @@ class NativeUpdater:
         return swap
 
     def settle(self) -> None:
-        """Write what was swapped in into the spare as well."""
+        """Write the swapped-in update into the spare as well."""
         if self._latest is None:
             return
         for spare in self._residents[1:]:
@@ -212,7 +214,7 @@ async def report_load(engine: NativeEngine, events: EventLog) -> None:
 
 
 def _holds(view: Tensor, spec: TensorSpec | None) -> bool:
-    """True if a view holds the numbers of a published tensor as they are, which is false for a quantised one."""
+    """True if a view has the numbers of a published tensor unchanged, which is false for a quantised one."""
     return spec is not None and spec.dtype == STORED_TYPES[view.dtype] and spec.shape == tuple(view.shape)
 
 

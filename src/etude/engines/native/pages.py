@@ -1,6 +1,6 @@
 """Pages of the key/value cache: their owners, and the prefix index of reusable ones.
 
-Owns the numbers of the pages, never their tensors. A page is
+Owns the numbers of the pages, not their tensors. States of a page:
 
     free ──take──▶ held ──release──▶ free          if it is not indexed
                     │ ▲
@@ -8,8 +8,8 @@ Owns the numbers of the pages, never their tensors. A page is
                     ▼ │
                  indexed ──release by all──▶ idle ──evict──▶ held by the request that takes it
 
-An indexed page is full, immutable and identified by the tokens in it and before it, so any request that begins with the
-same tokens may hold it as well. The index is a tree with one root per weight version and one node per page; its
+An indexed page is full, immutable and identified by its tokens and all earlier ones, so any request that begins with
+the same tokens may hold it as well. The index is a tree with one root per weight version and one node per page; its
 branches are keyed by the exact tokens, not by hashes, so a lookup cannot be wrong. A chain of pages begins at one root,
 so it never mixes keys of two versions.
 
@@ -83,7 +83,7 @@ class PagePool:
         return page
 
     def retain(self, page: int) -> None:
-        """Hold an indexed page, maybe together with others."""
+        """Hold an indexed page, which others may hold, too."""
         if not self._references[page]:
             node = self._nodes[page]
             assert node is not None, f"page {page} is free: take it"

@@ -1,14 +1,13 @@
-"""Sampling: one token per request, with the log-probability that it was drawn with and its sampling mask.
+"""Sampling: one token per request, with its log-probability under the sampled distribution and its sampling mask.
 
-Owns how requests become arrays and arrays become an answer, and the draw on an accelerator; the draw on a CPU is
-:mod:`etude.models.kernels.draws`. The log-probability is the arithmetic's, the very function that the trainer
-differentiates, so where the arithmetic is invariant the two agree to the last bit. Knows no scheduler, no cache and no
-weights.
+Owns the conversion between requests and arrays, and the draw on an accelerator; the draw on a CPU is
+:mod:`etude.models.kernels.draws`. The log-probability is the arithmetic's function that the trainer also
+differentiates, so with invariant arithmetic the two agree to the last bit. Knows no scheduler, no cache and no weights.
 
-The draw on a device is the twin of that kernel in torch operations: the same weights in whole numbers, the same order
-of ties, the same random numbers, so that a request samples the same tokens on either. Where the kernel selects by
-radix, here the limit is found by bisection over the 32 bits of a key: as many passes over the logits for any content,
-and no wait for the device in between. It can be part of a CUDA graph.
+The draw on a device repeats that kernel in torch operations: the same integer weights, the same order of ties, the same
+random numbers, so that a request samples the same tokens on either. The kernel selects by radix; here the limit is
+found by bisection over the 32 bits of a key, which takes the same number of passes over the logits for any content and
+no device synchronisation. It can be part of a CUDA graph.
 
 Shape legend: R rows, one per request that samples in this step; V vocabulary; C tokens of a completion; L sparse
 layers; k experts per token; 1 an axis kept for broadcasting.
@@ -36,7 +35,7 @@ Table: TypeAlias = npt.NDArray[np.float64]
 """[4, R] temperature, top-k, top-p and a random number of each row."""
 
 _SEED_MASK = (1 << 64) - 1
-"""Seeds are 64 bits; of larger ones, or negative ones, the low 64 bits count."""
+"""Seeds have 64 bits; larger or negative ones are reduced to their low 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +45,16 @@ class Drawn:
     token_ids: Ids
     """[R]"""
     logprobs: Floats
-    """[R] natural log of the probability each was drawn with, at its temperature and sampling mask; 0 if greedy."""
+    """[R] natural log of each token's probability at its temperature and within its sampling mask; 0 if greedy."""
     sampling_mask: SamplingMask | None
-    """[R] what top-k and top-p left to draw from; ``None`` where no row is truncated."""
+    """[R] the sets after top-k and top-p; ``None`` if no row is truncated."""
     routes: Routes | None = None
-    """[R,L,k] the experts of the tokens that these follow, where they were asked for."""
+    """[R,L,k] the experts of the preceding tokens, if requested."""
 
     def kept_row(self, row: int) -> Ids:
-        """The set that one row was drawn from, ascending; empty where nothing was cut. Holds no other row in memory."""
+        """The set that one row was drawn from, ascending; empty if it is not truncated. Keeps no other row in
+        memory.
+        """
         if self.sampling_mask is None:
             return np.zeros(0, np.int32)
         return self.sampling_mask[row].copy()
@@ -68,7 +69,9 @@ class DrawnTensors:
     logprobs_R: Tensor
     """float32."""
     kept_Rb: Tensor | None
-    """uint8: the sampling masks, eight tokens to a byte, the first the lowest bit; none where no row may be cut."""
+    """uint8: the sampling masks, eight tokens per byte, the first in the lowest bit; ``None`` if no row may be
+    truncated.
+    """
     routes_RLk: Tensor | None
     """int16, the bits of uint16."""
 
@@ -79,7 +82,7 @@ class DrawnTensors:
         return [tensor for tensor in every if tensor is not None]
 
     def read(self, tensors: Sequence[Tensor], rows: int) -> Drawn:
-        """The first rows of these tensors, which are now on the host, as an answer."""
+        """The first rows of these tensors, copied to the host, as a result."""
         left = iter(tensor[:rows] for tensor in tensors)
         token_ids, logprobs = next(left).numpy().astype(np.int32), next(left).numpy()
         sets = None if self.kept_Rb is None else _unpacked(next(left).numpy())
@@ -89,7 +92,7 @@ class DrawnTensors:
 
 @final
 class Sampler:
-    """Draws tokens; a row's result depends on its logits, parameters, seed and position, and on nothing else."""
+    """Draws tokens; a row's result depends only on its logits, parameters, seed and position."""
 
     def __init__(self, arithmetic: Arithmetic) -> None:
         self._arithmetic = arithmetic
@@ -105,11 +108,11 @@ class Sampler:
     ) -> Drawn:
         """Draw one token per row.
 
-        ``positions`` count the tokens that each request has sampled before: with its seed, they name the random number.
-        Off the CPU this waits for the device once, to fetch the result, and ``routes_RLk`` with it.
+        ``positions`` are the numbers of tokens that each request has sampled before: with the seed, they determine the
+        random number. Off the CPU this waits for the device once, to fetch the result, and ``routes_RLk`` with it.
 
-        Raises :class:`~etude.errors.DivergedError` for logits without a finite maximum or with NaN among them, and for
-        a temperature that is none.
+        Raises :class:`~etude.errors.DivergedError` for logits without a finite maximum or with a NaN, and for an
+        invalid temperature.
         """
         table_4R = tabulated(params, seeds, positions)
         if logits_RV.device.type == "cpu":
@@ -119,9 +122,11 @@ class Sampler:
         return drawn.read(fetch(drawn.tensors), len(logits_RV))
 
     def draw(self, logits_RV: Tensor, table_4R: Tensor, routes_RLk: Tensor | None, *, truncates: bool) -> DrawnTensors:
-        """Draw one token per row on the device, and wait for nothing; ``truncates`` where any row may be cut."""
+        """Draw one token per row on the device, without synchronisation; set ``truncates`` if any row may be
+        truncated.
+        """
         token_ids_R, kept_RV = draw_on_device(logits_RV, table_4R, truncates=truncates)
-        if kept_RV is not None:  # where a row keeps no set, all may be drawn
+        if kept_RV is not None:  # a row without a set may draw any token
             logits_RV = logits_RV.masked_fill(~(kept_RV | ~kept_RV.any(-1, keepdim=True)), -torch.inf)
         logprobs_R = self._arithmetic.logprobs(logits_RV, token_ids_R.clamp(min=0), table_4R[0].float(), None)
         kept_Rb = None if kept_RV is None else _packed(kept_RV)
@@ -142,7 +147,9 @@ class Sampler:
 def choose(
     logits_RV: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
 ) -> Tensor:
-    """[R] int64, on the device of the logits: what :meth:`Sampler.sample` would draw; any id where nothing can be."""
+    """[R] int64, on the device of the logits: the tokens that :meth:`Sampler.sample` would draw; any id if none can be
+    drawn.
+    """
     table_4R = tabulated(params, seeds, positions)
     if logits_RV.device.type == "cpu":
         return draw_on_host(logits_RV, table_4R)[0].clamp(min=0)
@@ -153,7 +160,7 @@ def choose(
 def tabulated(params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Table:
     """[4, R] temperature, top-k, top-p and random number of each row, as one array.
 
-    Temperatures are rounded to float32, in which the trainer will have them.
+    Temperatures are rounded to float32, as in the trainer.
     """
     seeds_R = np.array([seed & _SEED_MASK for seed in seeds], np.uint64)
     return np.array(
@@ -180,7 +187,7 @@ def draw_on_host(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, MaskTensor
 
 
 def may_cut(table_4R: Table) -> bool:
-    """Report whether top-k or top-p may cut any row."""
+    """Report whether top-k or top-p may truncate any row."""
     temperatures_R, top_ks_R, top_ps_R, _ = table_4R
     return bool(((temperatures_R > 0) & ((top_ks_R > 0) | (top_ps_R < 1))).any())
 
@@ -188,7 +195,7 @@ def may_cut(table_4R: Table) -> bool:
 def draw_on_device(logits_RV: Tensor, table_4R: Tensor, *, truncates: bool) -> tuple[Tensor, Tensor | None]:
     """[R] int64 token ids and the sampling masks [R,V] bool, on the device of the logits and of the table.
 
-    A mask is all false where its row is not truncated; there are none unless ``truncates`` says that there may be.
+    A mask is all false if its row is not truncated; without ``truncates`` there are no masks.
     """
     table = table_4R.unsqueeze(2)
     chances = Chances(temperatures=table[0], top_ks=table[1], top_ps=table[2], uniforms=table[3], truncates=truncates)
@@ -198,7 +205,7 @@ def draw_on_device(logits_RV: Tensor, table_4R: Tensor, *, truncates: bool) -> t
 
 
 def _draw_by_kernel(logits_RV: Tensor, chances: "Chances") -> Tensor:
-    """[R] int64: what :func:`draw_tensors` gives where nothing may be cut, in one launch instead of seventy."""
+    """[R] int64: the result of :func:`draw_tensors` without truncation, in one launch instead of seventy."""
     from etude.models.kernels.gpu import vocabulary
 
     return vocabulary.draw(
@@ -223,14 +230,14 @@ def _checked(drawn: Drawn) -> Drawn:
 
 
 def _packed(kept_RV: Tensor) -> Tensor:
-    """[R,b] uint8: eight truth values to a byte."""
+    """[R,b] uint8: eight booleans per byte."""
     rows, vocabulary = kept_RV.shape
     bits_Rb8 = functional.pad(kept_RV.to(torch.uint8), (0, -vocabulary % 8)).view(rows, -1, 8)
     return (bits_Rb8 << torch.arange(8, dtype=torch.uint8, device=kept_RV.device)).sum(-1, dtype=torch.uint8)
 
 
 def _unpacked(kept_Rb: npt.NDArray[np.uint8]) -> SamplingMask | None:
-    """The sets of packed masks; almost all bytes are 0, and are looked at as bytes only."""
+    """The sets of packed masks; almost all bytes are 0 and need not be unpacked."""
     rows, places = kept_Rb.nonzero()
     which, bits = np.unpackbits(kept_Rb[rows, places, None], axis=1, bitorder="little").nonzero()
     if not len(which):
@@ -243,7 +250,7 @@ def _unpacked(kept_Rb: npt.NDArray[np.uint8]) -> SamplingMask | None:
 _KEY_BITS = 32
 _LOWEST = -(1 << 31)
 _NOTHING = -52.0
-"""Exponent from which on a weight is 0 for certain."""
+"""Exponent at and below which a weight is certainly 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +268,7 @@ class Chances:
 def draw_tensors(logits_RV: Tensor, chances: Chances) -> tuple[Tensor, Tensor | None]:
     """Draw one token per row: ids [R] int64, and the sampling mask [R, V] bool, all false where nothing is truncated.
 
-    The id is ``NO_TOKEN`` where nothing can be drawn. The set is ``None`` where no row may be cut.
+    The id is ``NO_TOKEN`` if nothing can be drawn. The mask is ``None`` if no row may be truncated.
     """
     logits_RV = logits_RV.float()
     peaks_R1 = logits_RV.amax(-1, keepdim=True)
@@ -283,7 +290,7 @@ def draw_tensors(logits_RV: Tensor, chances: Chances) -> tuple[Tensor, Tensor | 
 
 
 def _keys(logits_RV: Tensor) -> Tensor:
-    """[R, V] int32 in the order of the logits; −0 and 0 have one key."""
+    """[R, V] int32 keys in the order of the logits; −0 and 0 have the same key."""
     bits_RV = logits_RV.contiguous().view(torch.int32)
     return torch.where(bits_RV >= 0, bits_RV, _LOWEST - bits_RV)
 
@@ -296,7 +303,7 @@ def _weights(logits_RV: Tensor, peaks_R1: Tensor, temperatures_R1: Tensor) -> Te
 
 
 def _truncated(keys_RV: Tensor, weights_RV: Tensor, chances: Chances) -> Tensor:
-    """[R, V] bool: what top-k and then top-p keep; all of a greedy row."""
+    """[R, V] bool: the tokens that remain after top-k and then top-p; all of a greedy row."""
     vocabulary = keys_RV.shape[1]
     limits_R1 = chances.top_ks.long().clamp(max=vocabulary)
     limits_R1 = torch.where((limits_R1 == 0) | (chances.temperatures == 0), vocabulary, limits_R1)
@@ -309,7 +316,9 @@ def _truncated(keys_RV: Tensor, weights_RV: Tensor, chances: Chances) -> Tensor:
 
 
 def _leading(keys_RV: Tensor, amounts_RV: Tensor, needed_R1: Tensor) -> Tensor:
-    """[R, V] bool: the fewest with the largest keys whose amounts add up to what is needed; of equals, the first."""
+    """[R, V] bool: the smallest set of the largest keys whose amounts add up to ``needed_R1``; of equal keys, the
+    first.
+    """
     limits_R1 = torch.full_like(needed_R1, _LOWEST)
     for bit in reversed(range(_KEY_BITS)):
         trials_R1 = limits_R1 + (1 << bit)
@@ -322,7 +331,7 @@ def _leading(keys_RV: Tensor, amounts_RV: Tensor, needed_R1: Tensor) -> Tensor:
 
 
 def _first_largest(keys_RV: Tensor) -> Tensor:
-    """[R] int64: the column of the largest key, of equals the lowest; ``argmax`` promises no order."""
+    """[R] int64: the column of the largest key, the lowest of equals; ``argmax`` guarantees no order."""
     vocabulary = keys_RV.shape[1]
     columns_V = torch.arange(vocabulary, device=keys_RV.device)
     return torch.where(keys_RV == keys_RV.amax(-1, keepdim=True), columns_V, vocabulary).amin(-1)

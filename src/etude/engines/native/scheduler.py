@@ -4,22 +4,22 @@
                ▲           │
                └───────────┘   preempted, or its keys are of old weights
 
-Owns the requests, the queue of the waiting and the running ones, the pages that these hold, in which step each token is
-computed, and what new weights do to requests in progress. Knows neither tensors nor time.
+Owns the requests, the queue of waiting and running ones, the pages that the latter hold, the step in which each token
+is computed, and the effect of new weights on requests in progress. Knows neither tensors nor time.
 
-Each step is bounded: every running request that is ready to sample gets one token, the others share what is left of
-the step's tokens to read their prompts in chunks, best rank first (Agrawal et al. 2024, arXiv:2403.02310: long prompts
+Each step is bounded: every running request that is ready to sample gets one token, and the others share the remaining
+tokens of the step to read their prompts in chunks, best rank first (Agrawal et al. 2024, arXiv:2403.02310: long prompts
 must not stall decoding).
 
 All decisions follow one order, the rank: priority, then arrival. No two ranks are equal, so the best request can always
-take what it needs, and something always moves.
+get what it needs, and there is always progress.
 
-* A running request without room for its next token takes the pages of the worst-ranked one. If it is the worst itself
-  it stays without work until others end; it keeps what it has computed.
-* A waiting request preempts running ones of a worse *priority* only. Where it does not fit, no request behind it is let
-  in, or it could wait for ever.
-* A waiting request whose next pages are being computed by a running one is passed over until it can reuse them. It
-  holds nothing meanwhile, and it looks anew as soon as the other stops for any reason.
+* A running request without room for its next token takes the pages of the worst-ranked one. If it is itself the worst,
+  it pauses until others end; it keeps its computed keys.
+* A waiting request preempts only running ones of a worse *priority*. If it does not fit, no request behind it is
+  admitted, or it could wait for ever.
+* A waiting request whose next pages are being computed by a running one is skipped until it can reuse them. It holds
+  nothing meanwhile, and is reconsidered as soon as the other stops for any reason.
 """
 
 from bisect import bisect_left, insort
@@ -39,7 +39,7 @@ class RequestState(StrEnum):
     NEW = "new"
     """Not submitted yet."""
     WAITING = "waiting"
-    """In line; it holds no page."""
+    """In the queue; it holds no page."""
     RUNNING = "running"
     """It holds pages for all its tokens."""
     DONE = "done"
@@ -54,7 +54,7 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
         RequestState.DONE: frozenset(),
     }
 )
-"""Running to waiting: its pages went to a better one, or its keys were of weights that are gone."""
+"""Running to waiting: a better request took its pages, or its keys are of old weights."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -64,46 +64,46 @@ class EngineRequest:
     session: str
     params: SamplingParams
     token_ids: list[int]
-    """Prompt, then what was sampled so far."""
+    """The prompt and the tokens sampled so far."""
     prompt_length: int
     scored_from: int | None = None
-    """Index of the first prompt token whose logprob is wanted: the one before it and all behind are computed, whatever
-    the index has; ``None``: of none.
+    """Index of the first prompt token whose logprob is requested: the token before it and all later ones are computed,
+    even if the index has them; ``None`` if no logprobs are requested.
     """
     chain: int | None = None
-    """Number of the adapter whose keys it can reuse, below 0; ``None``: those of the serving version."""
+    """Negative number of the adapter whose keys it can reuse; ``None``: those of the serving version."""
     cached: int = 0
-    """Count of the leading ``token_ids`` that have their keys in ``pages``."""
+    """Number of leading ``token_ids`` whose keys are in ``pages``."""
     pages: list[int] = field(default_factory=list)
-    """Its pages in the order of its tokens; there is room for at least ``cached`` positions. While it runs, pages are
-    added at the end and none is exchanged.
+    """Its pages in the order of its tokens, for at least ``cached`` positions. While it runs, pages are only added at
+    the end.
     """
     logprobs: list[float] = field(default_factory=list)
     """One per sampled token, like ``versions``."""
     versions: list[int] = field(default_factory=list)
     arrival: int = -1
-    """Its place in the order of arrival; of equal priorities the earlier is served first."""
+    """Its number in the order of arrival; at equal priority the earlier one is served first."""
     state: RequestState = RequestState.NEW
     drafts: tuple[int, ...] = ()
-    """The tokens that a draft head expects next; of no use once one was sampled, or the weights changed."""
+    """The tokens that a draft head expects next; useless once a token is sampled or the weights change."""
     rereads: int = 0
-    """Count of the times that new weights made its prompt be read again."""
+    """Number of times that its prompt was read again because of new weights."""
     leaf: PageNode | None = None
-    """The index node of its last full page; ``None`` while it does not run, and when its keys are of several versions:
-    such are never indexed.
+    """The index node of its last full page; ``None`` while it does not run, and if its keys are of several versions, as
+    these are never indexed.
     """
     indexed: int = 0
-    """Count of its pages that are full and in the index."""
+    """Number of its pages that are full and in the index."""
     reader: "EngineRequest | None" = None
-    """A running request that is computing pages which this one needs, too."""
+    """A running request that is computing pages that this one also needs."""
     awaited: int = 0
-    """Count of the pages that ``reader`` will have indexed when there is nothing more to wait for."""
+    """Number of pages that ``reader`` has to index before this request can continue."""
     room: int = 0
-    """Pages that must be available before another look at whether this one fits."""
+    """Pages that must be available before it is checked again whether this request fits."""
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Its place in line: the lower is served first. No two requests have the same."""
+        """Its sort key in the queue: the lowest is served first. No two requests have the same."""
         return (self.params.priority, self.arrival)
 
     @property
@@ -113,7 +113,7 @@ class EngineRequest:
 
     @property
     def position(self) -> int:
-        """Place of the next token among all that were sampled for its completion, here or elsewhere."""
+        """Index of the next token among all tokens sampled for its completion, by this or another engine."""
         return self.params.sampled_before + self.sampled
 
     @property
@@ -123,54 +123,54 @@ class EngineRequest:
         return stopped or self.sampled >= self.params.max_tokens
 
     def move(self, state: RequestState) -> None:
-        """Go to another state; only moves in ``TRANSITIONS`` exist."""
+        """Change the state; only moves in ``TRANSITIONS`` are allowed."""
         assert state in TRANSITIONS[self.state], f"a request went from {self.state} to {state}"
         self.state = state
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledTokens:
-    """Tokens ``start : start + count`` of a request, to be computed in this step, and drafts of what comes next."""
+    """Tokens ``start : start + count`` of a request, to be computed in this step, and drafts of the next ones."""
 
     request: EngineRequest
     start: int
     count: int
     drafts: tuple[int, ...] = ()
-    """Behind its last token, where it samples: computed as if they had been sampled."""
+    """Drafts after its last token, if it samples: computed as if they had been sampled."""
 
     @property
     def rows(self) -> int:
-        """Tokens that are computed."""
+        """Number of tokens that are computed, including drafts."""
         return self.count + len(self.drafts)
 
     @property
     def samples(self) -> bool:
-        """True if this work reaches the request's last token, so that a next one is sampled."""
+        """True if this work reaches the request's last token, so that the next one is sampled."""
         return self.start + self.count == len(self.request.token_ids)
 
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Counts of scheduled work since they were last read."""
+    """Counts of scheduled work since the last read."""
 
     steps: int = 0
-    """Planned, with something to compute."""
+    """Planned steps with something to compute."""
     generated_tokens: int = 0
-    """Sampled."""
+    """Sampled tokens."""
     drafted_tokens: int = 0
-    """Drafts that were computed to be verified."""
+    """Drafts that were computed for verification."""
     accepted_tokens: int = 0
-    """Drafts that were what was sampled, and spared a step each."""
+    """Drafts that equal the sampled token; each saves a step."""
     prefill_tokens: int = 0
-    """Read by computing them: prompts, and what a request without its pages has to read again."""
+    """Tokens that were computed: prompts, and tokens that a request reads again after losing its pages."""
     reused_tokens: int = 0
-    """Read by finding their pages."""
+    """Tokens whose pages were found in the index."""
     preempted: int = 0
-    """Running requests that lost their pages to better ones."""
+    """Running requests that lost their pages to better-ranked ones."""
     evicted_pages: int = 0
-    """Indexed pages given up for other content."""
+    """Indexed pages that were reused for other content."""
     rereads: int = 0
-    """Running requests whose keys were thrown away because the weights changed."""
+    """Running requests whose keys were discarded because the weights changed."""
 
 
 class RequestQueue:
@@ -183,17 +183,17 @@ class RequestQueue:
         self.running: list[EngineRequest] = []
 
     def enqueue(self, request: EngineRequest) -> None:
-        """Put a request in the waiting line, by rank."""
+        """Put a request into the waiting queue, by rank."""
         request.move(RequestState.WAITING)
         insort(self.waiting, request, key=_rank)
 
     def requeue(self, request: EngineRequest) -> None:
-        """Take a running request's pages and let it wait again, with all it has sampled."""
+        """Take a running request's pages and queue it again, with its sampled tokens."""
         self._leave(request)
         self.enqueue(request)
 
     def dismiss(self, request: EngineRequest) -> None:
-        """Forget a request that waits or runs."""
+        """Remove a request that waits or runs."""
         if request.state is RequestState.RUNNING:
             self._leave(request)
         else:
@@ -201,7 +201,7 @@ class RequestQueue:
         request.move(RequestState.DONE)
 
     def grow(self, counters: Counters) -> None:
-        """Give every running request room for its next token, the best first, as far as pages go."""
+        """Give every running request room for its next token, best first, as far as there are pages."""
         for request in tuple(self.running):
             if len(request.pages) * PAGE >= len(request.token_ids) or request.state is not RequestState.RUNNING:
                 continue
@@ -212,9 +212,8 @@ class RequestQueue:
                 request.pages.append(self.pool.take())
 
     def admit(self, counters: Counters, *, begun_only: bool) -> None:
-        """Let waiting requests run, the best first, until one finds no room.
-
-        With ``begun_only`` those that have sampled nothing yet are passed over.
+        """Start waiting requests, best first, until one does not fit. With ``begun_only``, requests that have sampled
+        nothing yet are skipped.
         """
         if not self.waiting or not self._may_run(self.waiting[0]):
             return
@@ -237,7 +236,7 @@ class RequestQueue:
             counters.reused_tokens += request.cached
 
     def index(self, request: EngineRequest) -> None:
-        """Make the pages that a running request has filled known to others."""
+        """Index the pages that a running request has filled."""
         while request.leaf is not None and request.indexed < request.cached // PAGE:
             start = request.indexed * PAGE
             token_ids = tuple(request.token_ids[start : start + PAGE])
@@ -260,17 +259,16 @@ class RequestQueue:
             assert all(self.pool.is_mutable(page) for page in request.pages[request.cached // PAGE :])
 
     def _may_run(self, request: EngineRequest) -> bool:
-        """Report whether one more may run, in place of a request of worse priority if need be."""
+        """Report whether one more may run, if necessary in place of a request of worse priority."""
         return len(self.running) < self.max_running or _outranks(request, self.running[-1])
 
     def _may_fit(self, request: EngineRequest) -> bool:
-        """Report whether a look at the index is worth its time: the first in the queue gets one in every step."""
+        """Report whether an index lookup is worth its time: the first in the queue gets one in every step."""
         return self.pool.available >= request.room or bool(self.running and _outranks(request, self.running[-1]))
 
     def _follow(self, request: EngineRequest, chain: Sequence[PageNode]) -> bool:
-        """Report whether a running request computes what this one needs next behind ``chain``, and let it await that.
-
-        No request waits for one of worse priority, which could be kept from its work for long.
+        """Report whether a running request computes the pages that this one needs after ``chain``, and make it wait for
+        them. No request waits for one of worse priority, which could be stalled for long.
         """
         leaf = chain[-1] if chain else self.pool.root_of(request.chain)
         limit = _reusable(request)
@@ -284,12 +282,12 @@ class RequestQueue:
         return False
 
     def _make_room(self, request: EngineRequest, chain: Sequence[PageNode], counters: Counters) -> bool:
-        """Find a free slot, and pages for all tokens after ``chain`` and one more; if there are, ``chain`` is held."""
+        """Find a free slot, and pages for all tokens after ``chain`` and one more; if successful, ``chain`` is held."""
         for node in chain:
             self.pool.retain(node.page)
         needed = _pages_for(request) - len(chain)
         victims = [other for other in self.running if _outranks(request, other)]
-        # Pages that victims share are counted several times: too much hope at worst, never a refusal that is wrong.
+        # Pages that victims share are counted several times: this may be too optimistic, but never refuses wrongly.
         if needed <= self.pool.available + sum(len(victim.pages) for victim in victims):
             while victims and not self._has_room(needed):
                 self.requeue(victims.pop())
@@ -305,7 +303,7 @@ class RequestQueue:
         return len(self.running) < self.max_running and self.pool.available >= pages
 
     def _start(self, request: EngineRequest, chain: Sequence[PageNode]) -> None:
-        """Let a request run behind ``chain``, which is held for it."""
+        """Start a request after ``chain``, which is held for it."""
         request.move(RequestState.RUNNING)
         request.room = 0
         fresh = _pages_for(request) - len(chain)
@@ -326,7 +324,7 @@ def _rank(request: EngineRequest) -> tuple[int, int]:
 
 
 def _outranks(request: EngineRequest, other: EngineRequest) -> bool:
-    """Report whether a waiting request may preempt ``other``: by priority only, arrival does not count."""
+    """Report whether a waiting request may preempt ``other``: only by priority, regardless of arrival."""
     return request.params.priority < other.params.priority
 
 
@@ -337,7 +335,7 @@ def _take_out(line: list[EngineRequest], request: EngineRequest) -> None:
 
 
 def _awaits_reader(request: EngineRequest) -> bool:
-    """Report whether the request it follows is still about to index what it needs."""
+    """Report whether the request that it follows has still to index pages that it needs."""
     reader = request.reader
     if reader is not None and reader.leaf is not None and reader.indexed < request.awaited:
         return True
@@ -346,20 +344,20 @@ def _awaits_reader(request: EngineRequest) -> bool:
 
 
 def _reusable(request: EngineRequest) -> int:
-    """Count of the pages that could be reused: the last token is always computed, its logits choose the next one; and
-    so is what a logprob is wanted of.
+    """Number of pages that could be reused. The last token is always computed, because its logits choose the next one;
+    so are tokens whose logprobs are requested.
     """
     computed = len(request.token_ids) if request.scored_from is None else request.scored_from
     return (computed - 1) // PAGE
 
 
 def _pages_for(request: EngineRequest) -> int:
-    """Pages for all tokens and the one that is sampled next."""
+    """Number of pages for all tokens and the next sampled one."""
     return len(request.token_ids) // PAGE + 1
 
 
 def _shared_pages(token_ids: Sequence[int], others: Sequence[int], first: int, limit: int) -> int:
-    """Count of the full pages that two sequences share, at most ``limit``, given that they share ``first``."""
+    """Number of full pages that two sequences share, at most ``limit``, given that they share ``first``."""
     for page in range(first, limit):
         start = page * PAGE
         if token_ids[start : start + PAGE] != others[start : start + PAGE]:
@@ -368,8 +366,8 @@ def _shared_pages(token_ids: Sequence[int], others: Sequence[int], first: int, l
 
 
 MAX_REREADS = 2
-"""In mode keep, a prompt is read again this often, then its keys may be a mixture of versions: weights that change
-faster than prompts are read must not starve them.
+"""Most times that a prompt is read again in mode keep. After that its keys may be of several versions: weights that
+change faster than a prompt is read must not starve it.
 """
 
 
@@ -377,37 +375,38 @@ class SwapMode(StrEnum):
     """The effect of a weight swap on completions in progress."""
 
     KEEP = "keep"
-    """Completions continue with the keys they have. Prompts from which nothing was sampled are read again."""
+    """Completions continue with their existing keys. Prompts without a sampled token are read again."""
     RECOMPUTE = "recompute"
     """Prompt and sampled tokens are read again under the new weights before the next one is sampled."""
     DRAIN = "drain"
-    """None is in progress: the exchange waits for them, and new ones wait for the client."""
+    """The swap waits until no completion is in progress; the client holds back new ones."""
 
 
 class Scheduler:
     """Continuous batching over a fixed number of pages.
 
-    One step of its user: :meth:`plan`, compute, :meth:`advance` every work, :meth:`append` what the works that sample
-    gave, :meth:`accept` where that was a draft, :meth:`finish` what ended. :meth:`add`, :meth:`cancel` and
-    :meth:`swapped` come between steps; a request may also be cancelled inside one, the rest of which then passes it by.
+    In each step the caller runs :meth:`plan`, computes, calls :meth:`advance` for every work, :meth:`append` for each
+    sampled token, :meth:`accept` if it was a draft, and :meth:`finish` for each ended request. :meth:`add`,
+    :meth:`cancel` and :meth:`swapped` are called between steps; a request may also be cancelled inside a step, the rest
+    of which then skips it.
     """
 
     def __init__(self, *, pages: int, max_running: int, max_waiting: int, max_length: int, step_tokens: int) -> None:
-        """Bounds: pages of the cache, requests in a step, requests in line, tokens of a request, tokens of a step."""
+        """Limits: pages of the cache, running requests, waiting requests, tokens of a request, tokens of a step."""
         if step_tokens < max_running:
             raise ValueError(
                 f"step_tokens is {step_tokens}, less than max_running {max_running}: running requests need a token each"
             )
         self.max_running = max_running
         self.counters = Counters()
-        """Since new ones were last put here."""
+        """Counts since this attribute was last replaced."""
         self._pages = pages
         self._max_waiting = max_waiting
         self._max_length = max_length
         self._step_tokens = step_tokens
         self._queue = RequestQueue(pages=pages, max_running=max_running)
         self._version: int | None = None
-        """Weight version of the last plan; ``None`` when the weights were swapped since."""
+        """Weight version of the last plan; ``None`` if the weights were swapped since."""
         self._arrivals = 0
         self._draining = False
 
@@ -418,24 +417,23 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests in line."""
+        """Number of waiting requests."""
         return len(self._queue.waiting)
 
     @property
     def free_pages(self) -> int:
-        """Pages that no request holds, those kept for reuse included."""
+        """Number of pages that no request holds, including those available for reuse."""
         return self._queue.pool.available
 
     @property
     def drained(self) -> bool:
-        """True when the weights may be swapped in mode drain: no completion is in progress, none can begin."""
+        """True if the weights may be swapped in mode drain: no completion is in progress and none can begin."""
         begun = any(request.sampled for request in self._queue.waiting)
         return self._draining and not self._queue.running and not begun
 
     def add(self, request: EngineRequest) -> None:
-        """Put a request in line.
-
-        Raises ``ValueError`` when it could not run even alone, :class:`~etude.errors.EngineBusy` when the line is full.
+        """Queue a request. Raises ``ValueError`` if it could not run even alone, :class:`~etude.errors.EngineBusy` if
+        the queue is full.
         """
         tokens = request.prompt_length + request.params.max_tokens
         if request.prompt_length < 1 or request.params.max_tokens < 1:
@@ -455,15 +453,15 @@ class Scheduler:
         self._queue.enqueue(request)
 
     def cancel(self, request: EngineRequest) -> None:
-        """Forget a request, wherever it is; doing it twice, or after its end, is harmless."""
+        """Cancel a request in any state; repeating it, or calling it after the end, is harmless."""
         if request.state in (RequestState.WAITING, RequestState.RUNNING):
             self._queue.dismiss(request)
 
     def plan(self, version: int) -> list[ScheduledTokens]:
         """The next step under weights ``version``: first requests that decode, one token each, then chunks of prompts.
 
-        Pages for all of it are allocated. A version that differs from the last one without a call of :meth:`swapped`
-        counts as exchanged in mode keep. Empty when nothing can be computed: then nothing runs.
+        Allocates the pages for it. A version that changed without a call of :meth:`swapped` counts as a swap in mode
+        keep. Empty if nothing can be computed: then nothing runs.
         """
         if version != self._version:
             if self._version is not None:
@@ -480,7 +478,7 @@ class Scheduler:
         return works
 
     def reserve(self, request: EngineRequest, positions: int) -> int:
-        """Give a running request room for so many positions, as far as pages go that nobody holds; returns its room."""
+        """Give a running request room for ``positions`` positions, as far as there are free pages; returns its room."""
         pool = self._queue.pool
         evicted = pool.evicted
         while len(request.pages) * PAGE < positions and pool.available:
@@ -489,7 +487,7 @@ class Scheduler:
         return len(request.pages) * PAGE
 
     def advance(self, work: ScheduledTokens) -> None:
-        """Note that the tokens of a work are in the cache now; pages that are full become known to others."""
+        """Record that the tokens of a work are now in the cache; full pages are indexed."""
         request = work.request
         if request.state is not RequestState.RUNNING:
             return  # cancelled while its step was computed
@@ -500,7 +498,7 @@ class Scheduler:
         self._queue.index(request)
 
     def accept(self, request: EngineRequest) -> None:
-        """Note that the last sampled token was a draft of this step: it is in the cache."""
+        """Record that the last sampled token was a draft of this step, so it is in the cache."""
         if request.state is not RequestState.RUNNING:
             return  # cancelled while its step was computed
         request.cached += 1
@@ -518,11 +516,11 @@ class Scheduler:
         self.counters.generated_tokens += 1
 
     def finish(self, request: EngineRequest) -> None:
-        """Free the pages of a request that ended; those known to others stay for reuse until pages are short."""
+        """Free the pages of an ended request; indexed ones remain for reuse until pages are short."""
         self.cancel(request)
 
     def swapped(self, mode: SwapMode) -> None:
-        """Note that the weights were exchanged: what running requests have in the cache is of the old ones.
+        """Record that the weights were swapped: the keys of running requests are of the old weights.
 
         Raises ``ValueError`` in mode drain while anything runs.
         """
@@ -530,7 +528,7 @@ class Scheduler:
             raise ValueError(f"weights were exchanged in mode drain while {self.running} requests run: await drained")
         for request in tuple(self._queue.running):
             if request.chain is not None:
-                continue  # an adapter's weights stay what they are
+                continue  # an adapter's weights never change
             unread = not request.sampled and request.rereads < MAX_REREADS
             if mode is SwapMode.RECOMPUTE or unread:
                 request.rereads += request.cached > 0
@@ -541,11 +539,11 @@ class Scheduler:
         self._version = None
 
     def begin_drain(self) -> None:
-        """Begin no further completion; those in progress go on to their end, preempted ones included."""
+        """Stop starting completions; those in progress, including preempted ones, run to their end."""
         self._draining = True
 
     def end_drain(self) -> None:
-        """Begin completions again."""
+        """Resume starting completions."""
         self._draining = False
 
     def check(self) -> None:
@@ -554,16 +552,15 @@ class Scheduler:
 
 
 def _works(running: Sequence[EngineRequest], step_tokens: int) -> list[ScheduledTokens]:
-    """Share a step of ``step_tokens`` among running requests, given best first.
-
-    Drafts get what is left: where prompts fill a step, a further row is no longer for nothing.
+    """Share a step of ``step_tokens`` among running requests, given best first. Drafts get the remaining tokens: when
+    prompts fill a step, additional rows are no longer free.
     """
     works, readers = list[ScheduledTokens](), list[EngineRequest]()
     for request in running:
         missing = len(request.token_ids) - request.cached
         if missing > 1:
             readers.append(request)
-        elif missing and request.cached < len(request.pages) * PAGE:  # else it waits for a page
+        elif missing and request.cached < len(request.pages) * PAGE:  # otherwise it waits for a page
             works.append(ScheduledTokens(request, request.cached, 1))
     budget = step_tokens - len(works)
     for request in readers:

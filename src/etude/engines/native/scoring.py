@@ -1,9 +1,9 @@
 """Log-probabilities of a prompt's own tokens, gathered while the prompt is read.
 
-    hidden states of a step ──▶ those before a wanted token ──▶ logits, some rows at a time ──▶ its place in [P]
+    hidden states of a step ──▶ those before a scored token ──▶ logits, some rows at a time ──▶ its index in [P]
 
-Owns what is made of hidden states. That the tokens before the wanted ones are really computed, whatever the cache has,
-is the scheduler's to see to.
+Owns the scores from hidden states. The scheduler ensures that the tokens before scored ones are computed even if they
+are in the cache.
 
 Shape legend: P tokens of a prompt, N of them read in a step, K likeliest ones of a place, H hidden.
 """
@@ -20,7 +20,7 @@ from etude.models.decoder import Decoder
 from etude.types import Floats, Ids
 
 SCORED_ROWS = 256
-"""Rows of logits at a time: those of a whole step are gigabytes where the vocabulary is large."""
+"""Rows of logits at a time: those of a whole step are gigabytes for a large vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,19 +28,19 @@ class PromptScores:
     """Log-probabilities of a prompt's tokens, each given all before it, at temperature 1."""
 
     logprobs_P: Floats
-    """NaN for the first token, which nothing predicts, and for those that were not asked for."""
+    """NaN for the first token, which is not predicted, and for tokens that were not requested."""
     top_ids_PK: Ids
-    """The likeliest tokens of each place, best first; 0 where ``logprobs_P`` is NaN."""
+    """The likeliest tokens at each position, best first; 0 where ``logprobs_P`` is NaN."""
     top_logprobs_PK: Floats
-    """Theirs; NaN where ``logprobs_P`` is."""
+    """Log-probabilities of these; NaN where ``logprobs_P`` is."""
 
 
 @final
 class PromptScorer:
-    """Scores one prompt chunk by chunk. What is read again, under other weights maybe, is scored again."""
+    """Scores one prompt chunk by chunk. Tokens that are read again, perhaps with other weights, are scored again."""
 
     def __init__(self, prompt_ids: Sequence[int], *, first: int, top_k: int) -> None:
-        """The tokens from index ``first`` on are wanted, with the ``top_k`` likeliest ones of each place."""
+        """Score the tokens from index ``first`` on, with the ``top_k`` likeliest ones at each position."""
         self._prompt_ids = torch.tensor(prompt_ids)
         self.first = first
         self._top_k = top_k
@@ -52,7 +52,7 @@ class PromptScorer:
         )
 
     def add(self, model: Decoder, hidden_NH: Tensor, start: int) -> None:
-        """Score what is predicted from the hidden states of the prompt's tokens from index ``start`` on."""
+        """Score the tokens predicted from the hidden states of the prompt's tokens from index ``start`` on."""
         end = min(start + len(hidden_NH), len(self._prompt_ids) - 1)
         for row in range(max(start, self.first - 1), end, SCORED_ROWS):
             stop = min(row + SCORED_ROWS, end)
@@ -68,7 +68,7 @@ class PromptScorer:
 
 
 def _logprobs(model: Decoder, logits_NV: Tensor, ids_N: Tensor) -> Floats:
-    """[N] by the very function that samples and trains."""
+    """[N] by the function that also samples and trains."""
     ones_N = torch.ones(len(ids_N), device=ids_N.device)
     logprobs: Floats = model.arithmetic.logprobs(logits_NV, ids_N.contiguous(), ones_N, None).cpu().numpy()
     return logprobs

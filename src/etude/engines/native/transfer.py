@@ -1,4 +1,4 @@
-"""Arrays to the device and back, several in one copy: each copy costs a call, and one back makes the host wait.
+"""Transfer of several arrays to or from the device in one copy: each copy costs a call, and one to the host waits.
 
 arrays ──join──▶ bytes, pinned ──▶ bytes on the device ──split──▶ tensors
 tensors ──join──▶ bytes on the device ──(wait)──▶ bytes ──split──▶ arrays
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes between the beginnings of parts are a multiple of this: kernels are compiled anew for what is less aligned."""
+"""Alignment of parts, in bytes: kernels would be compiled again for a smaller alignment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +24,17 @@ class ByteSpan:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """A tensor's."""
+        """The span of a tensor."""
         return cls(dtype=tensor.dtype, shape=tuple(tensor.shape))
 
     @property
     def size_bytes(self) -> int:
-        """Without what follows for alignment."""
+        """Size without padding for alignment."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def join(tensors: Sequence[Tensor], *, pinned: bool = False) -> Tensor:
-    """The bytes of some tensors, one behind the other, uint8. ``pinned`` ones lie where a device can copy them from."""
+    """The concatenated bytes of some tensors, uint8; ``pinned`` ones are in memory from which a device can copy."""
     parts = [ByteSpan.of(tensor) for tensor in tensors]
     joined = torch.empty(sum(map(_room, parts)), dtype=torch.uint8, device=tensors[0].device, pin_memory=pinned)
     for tensor, view in zip(tensors, split(joined, parts), strict=True):
@@ -43,7 +43,7 @@ def join(tensors: Sequence[Tensor], *, pinned: bool = False) -> Tensor:
 
 
 def split(joined: Tensor, parts: Sequence[ByteSpan]) -> list[Tensor]:
-    """The tensors among bytes that :func:`join` made, as views."""
+    """The tensors in bytes from :func:`join`, as views."""
     views, start = list[Tensor](), 0
     for part in parts:
         views.append(joined[start : start + part.size_bytes].view(part.dtype).view(part.shape))
@@ -52,7 +52,7 @@ def split(joined: Tensor, parts: Sequence[ByteSpan]) -> list[Tensor]:
 
 
 def place(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on a device, by one copy that nobody waits for."""
+    """Copy host tensors to a device, by one asynchronous copy."""
     if device.type == "cpu":
         return list(tensors)
     joined = join(tensors, pinned=device.type == "cuda").to(device, non_blocking=True)
@@ -60,7 +60,7 @@ def place(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of a device on the host, by one copy, which waits for the device once."""
+    """Copy device tensors to the host, by one copy, which waits for the device once."""
     if tensors[0].device.type == "cpu":
         return list(tensors)
     return split(join(tensors).cpu(), [ByteSpan.of(tensor) for tensor in tensors])

@@ -1,15 +1,15 @@
-"""SGLang as an engine, over its HTTP API. **Not run against a live server**: its shapes are those of the sources of
+"""SGLang as an engine, over its HTTP API. **Not run against a live server**: its formats are taken from the sources of
 SGLang 0.5.23 (``srt/managers/io_struct.py``, ``srt/entrypoints/http_server.py``, ``srt/managers/tokenizer_manager.py``,
-``srt/state_capturer/routed_experts.py``), and tested as such.
+``srt/state_capturer/routed_experts.py``), and tested against these.
 
     generate ──gate──▶ /generate, again for the rest after each update
     update ──closes the gate──▶ /pause_generation abort ▶ /update_weights_from_disk ▶ /continue_generation ──opens it
 
-SGLang labels an answer with the version that is served when it ends, not each token. So an update ends all requests
-that run: each comes back with what it has, all of one version, and is asked again for the rest under the new weights,
-which read its prompt and tokens anew. That is the mode RECOMPUTE; SGLang's own in-place pause would leave tokens of
-unknown version. SGLang looks once a second whether the requests that it aborts have ended, so that an update pauses for
-a second at least where any run. How the server must be started, :mod:`etude.engines.sglang.server` says.
+SGLang labels a whole answer, not each token, with the version that is served at its end. So an update aborts all
+running requests: each returns its tokens so far, all of one version, and is sent again for the rest under the new
+weights, which read its prompt and tokens again. That is the mode RECOMPUTE; SGLang's own in-place pause would leave
+tokens of unknown version. SGLang checks once a second whether aborted requests have ended, so an update with running
+requests pauses for at least a second. :mod:`etude.engines.sglang.server` starts the server.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ class SglangFeatures:
     sparse_layers: tuple[int, ...] = ()
     """Hidden layers with experts, ascending, under ``--enable-return-routed-experts``; empty without."""
     hidden_layers: int = 0
-    """All of them: routes come flat."""
+    """Number of all hidden layers: routes arrive as a flat array over all of them."""
     experts_per_token: int = 0
     seeds: bool = False
-    """True if it follows seeds: under ``--enable-deterministic-inference`` only."""
+    """True if it supports seeds: only under ``--enable-deterministic-inference``."""
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ``ValueError`` for a wish that would be ignored in silence."""
+        """Raise ``ValueError`` for a parameter that the server would silently ignore."""
         if params.adapter:
             raise ValueError(f"adapter={params.adapter!r}: SGLang serves what its run publishes and nothing else")
         if params.want_routes and not self.sparse_layers:
@@ -65,14 +65,14 @@ class SglangFeatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SglangAnswer:
-    """The result of one call to ``/generate``, up to the latest event; no token where it ended in waiting."""
+    """The result of one call to ``/generate``, up to the latest event; without tokens if it ended while waiting."""
 
     token_ids: Ids
     logprobs: Floats
     version: int
     """The weight version of all its tokens."""
     finish: str | None
-    """``stop``, ``length``, ``abort``; ``None`` while it goes on."""
+    """``stop``, ``length``, ``abort``; ``None`` while it is in progress."""
     routes: Routes | None
 
 
@@ -94,9 +94,8 @@ class SglangEngine:
         self._updating = asyncio.Lock()
 
     async def start(self, version: int, folder: Path) -> None:
-        """Take note of the checkpoint that the server was started with; to be called once, before anything else.
-
-        Raises :class:`~etude.errors.EngineUnavailable` where the server names another version.
+        """Declare the checkpoint that the server was started with; to be called once, before anything else. Raises
+        :class:`~etude.errors.EngineUnavailable` if the server reports another version.
         """
         self._version, self._digest = version, await asyncio.to_thread(_digest_of, folder)
         self._fault = ""
@@ -109,9 +108,8 @@ class SglangEngine:
         return self._version
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
-        """Sample one completion, whatever updates fall into it.
-
-        Raises ``ValueError`` for what can never be served, and :class:`~etude.errors.EngineUnavailable`.
+        """Sample one completion, across any updates. Raises ``ValueError`` for a request that can never be served, and
+        :class:`~etude.errors.EngineUnavailable`.
         """
         async for chunk in self.stream(prompt_ids, params, session=session):
             if chunk.completion is not None:
@@ -121,7 +119,7 @@ class SglangEngine:
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Sample one completion and hand out its tokens as they come; raises as :meth:`generate` does."""
+        """Sample one completion and yield its tokens as they arrive; raises as :meth:`generate` does."""
         self._limits.check(prompt_ids, params)
         self._features.check(params)
         done: list[SglangAnswer] = []
@@ -148,9 +146,8 @@ class SglangEngine:
             self._inflight -= 1
 
     async def health(self) -> EngineHealth:
-        """Say which weights are served; ``running`` counts our own calls, those that wait there included.
-
-        Raises :class:`~etude.errors.EngineUnavailable`, also when an update broke off.
+        """The served weights; ``running`` counts this client's calls, including those that wait in the server. Raises
+        :class:`~etude.errors.EngineUnavailable`, also if an update was interrupted.
         """
         if self._fault:
             raise EngineUnavailable(self._fault)
@@ -163,8 +160,8 @@ class SglangEngine:
     async def update(self, version: int, digest: str, folder: Path) -> float:
         """Serve the checkpoint in ``folder``; returns the pause in seconds.
 
-        The digest is proven of the files: SGLang does not say what it holds. Raises
-        :class:`~etude.errors.DamagedError` if they are another state; then nothing was done.
+        The digest is verified on the files, because SGLang does not report its weights. Raises
+        :class:`~etude.errors.DamagedError` if they have another digest; then nothing changes.
         """
         async with self._updating:
             if (digest_of_files := await asyncio.to_thread(_digest_of, folder)) != digest:
@@ -187,7 +184,7 @@ class SglangEngine:
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
         try:
             answer = await self._client.post("/update_weights_from_disk", body, self._limits.load_s)
-        except ValueError as error:  # status 400 says that the load failed
+        except ValueError as error:  # status 400 means that the load failed
             raise EngineUnavailable(f"SGLang did not load {folder}: {error}") from error
         if not answer["success"]:
             raise EngineUnavailable(f"SGLang did not load {folder}: {answer['message']}")
@@ -202,7 +199,7 @@ class SglangEngine:
             raise EngineUnavailable(self._fault)
 
     async def _answers(self, read: Sequence[int], params: SamplingParams) -> AsyncIterator[SglangAnswer]:
-        """Each event holds all of the answer so far."""
+        """Yield answers; each event contains the whole answer so far."""
         async for event in self._client.events(GENERATE, request_body(read, params)):
             yield read_answer(event, params, len(read), self._features)
 
@@ -213,7 +210,7 @@ def request_body(prompt_ids: TokenIds, params: SamplingParams) -> dict[str, Any]
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
         "stop_token_ids": list(params.stop_ids),
-        "ignore_eos": True,  # what ends a completion is the caller's to say
+        "ignore_eos": True,  # the caller sets the stop tokens
         "top_p": 1.0,
         "top_k": -1,
     }
@@ -245,10 +242,12 @@ def read_answer(event: Any, params: SamplingParams, prompt_tokens: int, features
     if not np.array_equal(token_ids, labels) or not np.isfinite(logprobs).all():
         raise EngineUnavailable(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens, or of others")
     routes = None
-    if params.want_routes and finish is not None and len(token_ids):  # without tokens it ended before it was read
+    if (
+        params.want_routes and finish is not None and len(token_ids)
+    ):  # without tokens, it ended before the prompt was read
         routes = decode_routes(text, prompt_tokens + len(token_ids), features)
     if params.temperature == 0:
-        logprobs = np.zeros_like(logprobs)  # it was certain
+        logprobs = np.zeros_like(logprobs)  # its probability is 1
     return SglangAnswer(token_ids=token_ids, logprobs=logprobs, version=version, finish=finish, routes=routes)
 
 
@@ -270,14 +269,14 @@ def _is_finished(done: Sequence[SglangAnswer]) -> bool:
 
 
 def _chunk(answer: SglangAnswer, given: int) -> TokenChunk:
-    """The tokens of an answer that were not handed out yet."""
+    """The tokens of an answer that were not yielded yet."""
     token_ids = answer.token_ids[given:]
     versions = np.full(len(token_ids), answer.version, np.int32)
     return TokenChunk(token_ids=token_ids, logprobs=answer.logprobs[given:], versions=versions)
 
 
 def _completion(done: Sequence[SglangAnswer], params: SamplingParams) -> Completion:
-    """The parts of one completion, put together; each token's routes are those of the answer it was first read in."""
+    """Join the parts of one completion; each token's routes are from the answer in which it was first read."""
     token_ids = np.concatenate([part.token_ids for part in done])
     finish = Finish.STOP if done[-1].finish == "stop" else Finish.LENGTH
     if finish is Finish.STOP and int(token_ids[-1]) not in params.stop_ids:

@@ -1,8 +1,9 @@
 """The SGLang engine kind: a server started by étude, updated from version to version by checkpoints that it reads.
 
-    stage ──▶ checkpoint in a memory file system ──▶ swap: running requests end, SGLang loads it, they go on
+    stage ──▶ checkpoint in a memory file system ──▶ swap: requests are aborted, SGLang loads it, they resume
 
-A whole checkpoint is written for each version; the next process to open a scratch removes what a killed one left there.
+A whole checkpoint is written for each version; the next process that opens a scratch folder removes the files of a
+killed one.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ async def open_sglang(context: EngineContext, pulled: PulledWeights) -> AsyncIte
 
 
 def server_of(config: RunConfig, spec: ModelSpec, *, python: Path, model: Path, pulled: PulledWeights) -> SglangServer:
-    """The settings of the server that a run needs; it returns routes where the trainer replays them."""
+    """The settings of the server that a run needs; it returns routes if the trainer replays them."""
     options = config.engine.options
     assert isinstance(options, SglangOptions), config.engine.kind
     return SglangServer(
@@ -90,7 +91,7 @@ class SglangUpdater:
         return self._engine.version
 
     def stage(self, update: WeightUpdate) -> Swap:
-        """Write a checkpoint: SGLang has what it serves in memory, and looks at no file until it is told to."""
+        """Write a checkpoint: SGLang serves from memory, and reads no file until an update request."""
         pulled = update.weights
         folder = self._writer.write(pulled.state)
 
@@ -100,4 +101,4 @@ class SglangUpdater:
         return swap
 
     def settle(self) -> None:
-        """Nothing: the server has one copy."""
+        """Do nothing: the server has one copy."""

@@ -11,11 +11,14 @@ PYTHON_VARIABLE = "ETUDE_SGLANG_PYTHON"
 """Environment variable that names the interpreter of SGLang's environment."""
 MODULE = "sglang.launch_server"
 BEFORE_TEMPERATURE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Environment variable under which logprobs are those before the temperature: not what was sampled with."""
+"""Environment variable that returns logprobs before the temperature, which differ from those of the sampled
+distribution.
+"""
 
 
 def find_python(configured: str = "") -> Path:
-    """The interpreter of SGLang's environment: the configured one, ``ETUDE_SGLANG_PYTHON``, or ``.venv-sglang`` here.
+    """The interpreter of SGLang's environment: the configured one, ``ETUDE_SGLANG_PYTHON``, or ``.venv-sglang`` in the
+    current folder.
 
     Raises :class:`~etude.errors.UserError` when there is none.
     """
@@ -51,7 +54,7 @@ class SglangServer:
     """Further arguments, e.g. ``--tp-size``, ``2``."""
 
     def command(self, inherited: Mapping[str, str]) -> ServerCommand:
-        """The command, with variables of its own over those that are ``inherited``."""
+        """The command, with its own environment variables over the ``inherited`` ones."""
         values = {
             "--model-path": self.model,
             "--weight-version": self.version,
@@ -61,17 +64,17 @@ class SglangServer:
             "--dtype": self.dtype,
             "--context-length": self.max_length,
             "--max-running-requests": self.max_running,
-            "--sampling-defaults": "openai",  # the checkpoint's own would change what we ask for
+            "--sampling-defaults": "openai",  # the checkpoint's defaults would change requests
             "--log-level": "warning",
         }
-        # Ids in, ids out; a lower number is served first, as the engine's protocol has it.
+        # Token ids in and out; a lower number is served first, as in the engine protocol.
         flags = ["--skip-tokenizer-init", "--enable-priority-scheduling", "--schedule-low-priority-values-first"]
         flags += ["--enable-return-routed-experts"] if self.routes else []
         pairs = [text for name, value in values.items() for text in (name, str(value))]
         variables = {name: value for name, value in without_our_python(inherited).items() if name != BEFORE_TEMPERATURE}
         variables |= {
             "HF_HUB_OFFLINE": "1",
-            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health samples, and waits for the end of a pause
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health samples, and waits for a pause to end
         }
         argv = [str(self.python), "-m", MODULE, *pairs, *flags, *self.extra]
         return ServerCommand(name="SGLang", argv=argv, environment=variables, port=self.port)

@@ -1,7 +1,7 @@
 """Requests and answers of vLLM's ``/inference/v1/generate`` as étude's types: pure functions over parsed JSON.
 
-Owns the wire format of vLLM 0.32, and nothing that waits. Legend: P prompt tokens, C sampled tokens, L all hidden
-layers, S sparse ones, k experts per token.
+Owns the wire format of vLLM 0.32; does no I/O. Legend: P prompt tokens, C sampled tokens, L all hidden layers, S sparse
+ones, k experts per token.
 """
 
 import base64
@@ -28,12 +28,12 @@ class ServerFeatures:
     """The features that a server was started with: what it returns beyond tokens and their probabilities."""
 
     sparse_layers: tuple[int, ...] = ()
-    """Hidden layers with experts, ascending, if it returns routes; empty if it does not."""
+    """Hidden layers with experts, ascending; empty if the server returns no routes."""
     sampling_mask: bool = False
     """True if it returns sampling masks."""
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ``ValueError`` for a wish that would be ignored in silence."""
+        """Raise ``ValueError`` for a parameter that the server would silently ignore."""
         if params.adapter:
             raise ValueError(
                 f"adapter={params.adapter!r}: vLLM serves that of its run; engine.kind = 'native' has more"
@@ -54,8 +54,8 @@ class ServerFeatures:
 def request_body(
     prompt_ids: TokenIds, params: SamplingParams, *, salt: str, stream: bool, adapter: str = ""
 ) -> dict[str, Any]:
-    """The body of a generate request; only prompts of the same ``salt`` share cached prefixes. ``adapter`` is the name
-    of a loaded one; without it the served checkpoint answers.
+    """The body of a generate request; only prompts with the same ``salt`` share cached prefixes. ``adapter`` is the
+    name of a loaded adapter; without it the served checkpoint is used.
     """
     return {
         **({"model": adapter} if adapter else {}),
@@ -70,7 +70,7 @@ def request_body(
             "top_k": params.top_k if params.temperature > 0 else 0,
             "stop_token_ids": params.stop_ids,
             "seed": params.fresh_seed,
-            "ignore_eos": True,  # what ends a completion is the caller's to say
+            "ignore_eos": True,  # the caller sets the stop tokens
             "logprobs": 0,
             "detokenize": False,
         },
@@ -86,7 +86,7 @@ def read_choice(answer: Any) -> Choice:
 
 
 def tokens_of(choice: Choice, *, greedy: bool) -> tuple[Ids, Floats]:
-    """[C] the sampled tokens and the log-probabilities that they were drawn with: log 1 when ``greedy``.
+    """[C] the sampled tokens and their log-probabilities: log 1 if ``greedy``.
 
     Raises :class:`~etude.errors.EngineUnavailable` for an answer that cannot be read.
     """
@@ -144,7 +144,7 @@ def decode_routes(choice: Choice, tokens: int, sparse_layers: Sequence[int]) -> 
 
 
 def mask_of(masks: Sequence[Sequence[int]], count: int) -> SamplingMask:
-    """The sampling mask of ``count`` tokens: the ids that top-p and top-k left for each.
+    """The sampling mask of ``count`` tokens: the ids that remain for each after top-p and top-k.
 
     Raises :class:`~etude.errors.EngineUnavailable` unless there is one set for each.
     """

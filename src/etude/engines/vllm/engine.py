@@ -3,10 +3,10 @@
     generate, stream ──gate──▶ /inference/v1/generate
     update ──closes the gate──▶ /pause ▶ start, update, finish_weight_update ▶ /reset_prefix_cache ▶ /resume ──opens it
 
-Every token carries the version that sampled it: vLLM labels spans of a finished completion, and changes a label only
+Every token has the version that sampled it: vLLM labels spans of a finished completion, and changes the label only
 while nothing runs. Cached prefixes are salted with the state digest, so that those of old weights are never found
-again, whether or not they could be thrown away. Owns the protocol; the process is ``process.py``'s, the wire
-format ``answers.py``'s, what happens inside vLLM ``extension.py``'s. Only one client may update a server.
+again, even if they could not be removed. Owns the protocol; the process is in ``process.py``, the wire format in
+``answers.py``, the part inside vLLM in ``extension.py``. Only one client may update a server.
 """
 
 import asyncio
@@ -53,14 +53,14 @@ class VllmPause:
     """The pause of a server's requests during a weight update."""
 
     pause_s: float
-    """From asking it to pause until it sampled again."""
+    """Time from the pause request until sampling resumed."""
     load_s: float
-    """The part in which weights were proven and loaded."""
+    """The part of it in which weights were verified and loaded."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Adapter:
-    """A loaded adapter, and whether anything still needs it."""
+    """A loaded adapter and its use."""
 
     name: str
     version: int
@@ -69,11 +69,11 @@ class _Adapter:
     running: int = 0
     """Completions in progress."""
     is_old: bool = False
-    """True if it is to be unloaded behind the last of these."""
+    """True if it is to be unloaded after the last of these."""
 
 
 class _Draft:
-    """A completion of which parts have come; the work per part does not grow with what came before."""
+    """A partially received completion; the work per part does not grow with the earlier parts."""
 
     def __init__(self) -> None:
         self._tokens: list[Ids] = []
@@ -81,21 +81,21 @@ class _Draft:
         self.masks: list[Sequence[int]] = []
         self._given_parts = 0
         self.given = 0
-        """Count of the tokens handed out."""
+        """Number of tokens returned so far."""
 
     def add(self, choice: Choice, *, greedy: bool) -> None:
-        """Take the next part."""
+        """Add the next part."""
         token_ids, logprobs = tokens_of(choice, greedy=greedy)
         self._tokens.append(token_ids)
         self._logprobs.append(logprobs)
         self.masks += choice.get("sampling_mask") or []
 
     def whole(self) -> tuple[Ids, Floats]:
-        """All of it."""
+        """All tokens and log-probabilities so far."""
         return np.concatenate(self._tokens), np.concatenate(self._logprobs)
 
     def pending(self) -> tuple[Ids, Floats]:
-        """Hand out what was not handed out yet."""
+        """The tokens and log-probabilities that were not returned yet."""
         start, self._given_parts = self._given_parts, len(self._tokens)
         token_ids, logprobs = np.concatenate(self._tokens[start:]), np.concatenate(self._logprobs[start:])
         self.given += len(token_ids)
@@ -107,7 +107,7 @@ class VllmEngine:
     """Samples with a vLLM server; implements :class:`~etude.protocols.Engine`."""
 
     def __init__(self, client: ApiClient, limits: RequestLimits, features: ServerFeatures, patch_folder: Path) -> None:
-        """``patch_folder`` must be readable by the server; on a memory file system nothing touches a disk."""
+        """``patch_folder`` must be readable by the server; use a memory file system to avoid disk access."""
         self._client = client
         self._limits = limits
         self._features = features
@@ -115,12 +115,12 @@ class VllmEngine:
         self._version = -1
         self._digest = ""
         self._updates = 0
-        """Count of the updates begun: a completion requested before the last one may be of two versions."""
+        """Number of updates started: a completion requested before the last one may be of two versions."""
         self._open = asyncio.Event()
         self._fault = "no weights were named yet: call start() first"
         self._updating = asyncio.Lock()
         self._adapter: _Adapter | None = None
-        """The adapter of new requests; ``None``: the served checkpoint alone."""
+        """The adapter of new requests; ``None``: only the served checkpoint."""
 
     @property
     def version(self) -> int:
@@ -128,13 +128,12 @@ class VllmEngine:
         return self._version if self._adapter is None else self._adapter.version
 
     async def load_adapter(self, version: int, digest: str, folder: Path) -> None:
-        """Let requests from now on have the adapter in a PEFT folder, which is weight version ``version``.
-
-        Nothing pauses: completions in progress go on with the adapter that they began with, which is unloaded behind
-        the last of them. The folder is the engine's from now on: vLLM may read it again until then.
+        """Use the adapter in a PEFT folder, weight version ``version``, for all requests from now on. Nothing pauses:
+        completions in progress continue with their adapter, which is unloaded after the last of them. The engine owns
+        the folder from now on: vLLM may read it again until the adapter is unloaded.
         """
         self._updates += 1
-        name = f"v{version}-{self._updates}"  # a version may come back while its adapter of before is still in use
+        name = f"v{version}-{self._updates}"  # a version may come back while its old adapter is still in use
         load = {"lora_name": name, "lora_path": str(_absolute(folder))}
         await self._client.order("/v1/load_lora_adapter", load, self._limits.load_s)
         before, self._adapter = self._adapter, _Adapter(name=name, version=version, digest=digest, folder=folder)
@@ -163,10 +162,9 @@ class VllmEngine:
             shutil.rmtree(adapter.folder)
 
     async def start(self, version: int, digest: str, *, frozen: bool = False) -> None:
-        """Say what the checkpoint is that the server was started with; to be called once, before anything else. One
-        that is ``frozen`` is never updated, adapters are loaded over it.
-
-        Raises :class:`~etude.errors.EngineUnavailable` with the server's words unless that is the state of ``digest``.
+        """Declare the checkpoint that the server was started with; to be called once, before anything else. A
+        ``frozen`` checkpoint is never updated; adapters are loaded over it. Raises
+        :class:`~etude.errors.EngineUnavailable` with the server's message unless its state has this ``digest``.
         """
         info = {"init_info": {"digest": digest, "frozen": frozen}}
         await self._client.post("/init_weight_transfer_engine", info, self._limits.load_s)
@@ -178,7 +176,7 @@ class VllmEngine:
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion; prefixes are shared by all sessions.
 
-        Raises ``ValueError`` for what can never be served, and :class:`~etude.errors.EngineUnavailable`.
+        Raises ``ValueError`` for a request that can never be served, and :class:`~etude.errors.EngineUnavailable`.
         """
         await self._admit(prompt_ids, params)
         async with self._adapted() as adapter:
@@ -191,10 +189,10 @@ class VllmEngine:
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Sample one completion and hand out its tokens as they come.
+        """Sample one completion and yield its tokens as they arrive.
 
-        vLLM says only at the end where versions change. So tokens are handed out at once until an update begins, and
-        those that come after it with the last chunk. Raises as :meth:`generate` does.
+        vLLM reports only at the end where versions change. So tokens are yielded at once until an update begins; later
+        ones come with the last chunk. Raises as :meth:`generate` does.
         """
         await self._admit(prompt_ids, params)
         async with self._adapted() as adapter:
@@ -225,9 +223,8 @@ class VllmEngine:
             )
 
     async def health(self) -> EngineHealth:
-        """Say which weights are served; the digest is the one that was proven last.
-
-        Raises :class:`~etude.errors.EngineUnavailable`, also when an update broke off.
+        """The served weights, with the last verified digest. Raises :class:`~etude.errors.EngineUnavailable`, also if
+        an update was interrupted.
         """
         if self._fault:
             raise EngineUnavailable(self._fault)
@@ -240,9 +237,8 @@ class VllmEngine:
         return EngineHealth(version=self.version, digest=digest, **counts)
 
     async def digest(self) -> str:
-        """The state digest of the weights in the server, read there and now.
-
-        On a CPU it is that of the copy all was loaded from: vLLM packs the weights it computes with out of reach.
+        """The state digest of the weights in the server, computed now. On a CPU it is that of the copy that was loaded:
+        the weights that vLLM computes with are packed and not accessible.
         """
         answer = await self._client.post("/collective_rpc", {"method": "etude_digest"}, self._limits.load_s)
         digests = {worker["digest"] for worker in answer["results"]}
@@ -251,11 +247,11 @@ class VllmEngine:
         return str(digests.pop())
 
     async def update(self, version: int, digest: str, source: Source, mode: SwapMode = SwapMode.KEEP) -> VllmPause:
-        """Serve other weights; requests wait meanwhile, and go on as ``mode`` says.
+        """Serve other weights; requests wait meanwhile, and continue as ``mode`` says.
 
-        Raises :class:`~etude.errors.DamagedError` if ``source`` does not lead to ``digest``: then the old weights go on
-        being served. If vLLM does not have them any more either, the engine is unavailable from then on. In mode KEEP
-        a prompt that was only asked for, not read, may also go on with cached keys of the old weights.
+        Raises :class:`~etude.errors.DamagedError` if ``source`` does not result in ``digest``: then the old weights are
+        still served. If vLLM has lost them as well, the engine is unavailable from then on. In mode KEEP, a prompt that
+        was requested but not yet read may also continue with cached keys of the old weights.
         """
         async with self._updating:
             update = await asyncio.to_thread(self._describe, digest, source)
@@ -294,7 +290,7 @@ class VllmEngine:
         return VllmPause(pause_s=time.monotonic() - began_s, load_s=loaded_s - paused_s)
 
     async def _forget_prefixes(self, mode: SwapMode) -> None:
-        """Free the room of prefixes of no further use; running requests read theirs anew, or keep them."""
+        """Free the memory of outdated prefixes; running requests read theirs again, or keep them."""
         again = mode is SwapMode.RECOMPUTE
         path = f"/reset_prefix_cache?reset_running_requests={str(again).lower()}"
         answer = await self._client.post(path, timeout_s=self._limits.load_s)
@@ -316,7 +312,7 @@ class VllmEngine:
             raise EngineUnavailable(self._fault)
 
     def _describe(self, digest: str, source: Source) -> dict[str, str]:
-        """The request for a new version; changed numbers are written where it reads them."""
+        """The body of an update request; changed numbers are written to a file that the server reads."""
         if isinstance(source, Path):
             return {"folder": str(_absolute(source)), "digest": digest}
         write_patch(self._patch, Patch(base=self._digest, digest=digest, changes=source))
@@ -325,7 +321,7 @@ class VllmEngine:
     def _body(
         self, prompt_ids: TokenIds, params: SamplingParams, adapter: "_Adapter | None", *, stream: bool
     ) -> dict[str, Any]:
-        """A request; prefixes that one adapter computed are of use to itself alone."""
+        """The body of a request; an adapter reuses only prefixes that it computed itself."""
         name, salt = ("", self._digest) if adapter is None else (adapter.name, adapter.digest)
         return request_body(prompt_ids, params, salt=salt, stream=stream, adapter=name)
 
@@ -353,11 +349,11 @@ class VllmEngine:
 
 
 class _Refused(DamagedError):
-    """The server turned an update down and serves what it served before."""
+    """The server rejected an update and still serves the old weights."""
 
 
 def _absolute(path: Path) -> Path:
-    """A path that means the same in another process."""
+    """A path that is valid in another process."""
     return path.resolve()
 
 

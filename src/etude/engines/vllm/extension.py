@@ -1,11 +1,11 @@
 """Extension of a vLLM worker, through vLLM's own plug-in points: a weight-transfer backend and one remote call.
 
-vLLM imports this module in each worker, because ``--worker-extension-cls`` names a class of it; nothing else can: it
-needs vLLM. The backend takes checkpoints and patches from files, ``host_copy.py`` does the rest. Importing it registers
-the backend, which is how vLLM learns of one (docs: training/weight_transfer).
+vLLM imports this module in each worker, because ``--worker-extension-cls`` names a class of it; only a process with
+vLLM can import it. The backend reads checkpoints and patches from files, ``host_copy.py`` does the rest. Importing the
+module registers the backend (vLLM docs: training/weight_transfer).
 """
-# mypy: disable-error-code="import-not-found,misc,untyped-decorator"
-# vLLM is never installed beside étude: what its classes are is known in its own environment only.
+# mypy: disable-error-code="import-not-found,misc,untyped-decorator" vLLM is never installed beside étude: its classes
+# exist only in its own environment.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ BACKEND = "etude"
 
 @dataclass
 class Served(WeightTransferInitInfo):
-    """The digest of the checkpoint that vLLM was started with, and whether its weights stay those."""
+    """The digest of the checkpoint that vLLM was started with, and whether its weights are frozen."""
 
     digest: str
     frozen: bool = False
@@ -54,14 +54,14 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
 
     _weights: RuntimeWeights | None = None
     _frozen = ""
-    """The digest of weights that stay what they are."""
+    """The digest of frozen weights; empty if they can be updated."""
 
     def init_transfer_engine(self, init_info: Served) -> None:
-        """Load the served checkpoint once more and learn, where parameters lie open, what of it is where.
+        """Load the served checkpoint once more and, if parameters are accessible, learn their layout.
 
-        Raises :class:`~etude.errors.DamagedError` if that changes a parameter: then vLLM loads another way while it
-        runs than at its start (it has, silently: vllm-project/vllm#42821, #48312), and no update could be trusted.
-        Weights that are frozen, below adapters, are only proven to be what was started with.
+        Raises :class:`~etude.errors.DamagedError` if that changes a parameter: then vLLM loads differently while it
+        runs than at its start (as it silently did: vllm-project/vllm#42821, #48312), and no update could be trusted.
+        Frozen weights, below adapters, are only verified.
         """
         copy = _read_copy(self.model_config.model, init_info.digest)
         if init_info.frozen:
@@ -77,10 +77,10 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
                 raise DamagedError(f"loading the served checkpoint again changed {name!r}: this vLLM cannot be updated")
 
     def start_weight_update(self) -> None:
-        """Nothing: a load is begun and ended in :meth:`_load`, a patch needs none."""
+        """Do nothing: :meth:`_load` begins and ends a load, and a patch needs none."""
 
     def finish_weight_update(self) -> None:
-        """Nothing, likewise."""
+        """Do nothing, for the same reason."""
 
     def receive_weights(self, update_info: Update) -> None:
         """Move to a new version. A wrong file raises and changes nothing."""
@@ -92,7 +92,7 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
             raise UserError("an update needs a patch or a folder")
 
     def shutdown(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no resource is held open."""
 
     @property
     def weights(self) -> RuntimeWeights:
@@ -102,21 +102,21 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
         return self._weights
 
     def digest(self) -> str:
-        """The state digest of the weights, read anew unless they are frozen."""
+        """The state digest of the weights, computed again unless they are frozen."""
         return self._frozen or self.weights.digest()
 
     @torch.no_grad()
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a whole checkpoint as vLLM's own backends do: layer by layer, into the memory that is in use."""
+        """Load a whole checkpoint as vLLM's own backends do: layer by layer, into the memory in use."""
         if self.device.type == "cpu":
             self._forget_kernels()
         expected = {name for name, _ in self.model.named_parameters()}
-        tied = _tied_modules(self.model)  # a reload takes parameters apart for a while, ties with them
+        tied = _tied_modules(self.model)  # a reload temporarily separates parameters, including tied ones
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(tensors.items()))
         finalize_layerwise_reload(self.model, self.model_config)
         for module in tied:
-            # Nothing was loaded into it, so vLLM leaves what its CPU kernels made of the old weights.
+            # Nothing was loaded into it, so vLLM keeps the old weights in its CPU kernels' layout.
             method = module.quant_method
             assert isinstance(method, QuantizeMethodBase), f"a tied {type(module).__name__} has no way to be set up"
             method.process_weights_after_loading(module)
@@ -124,10 +124,10 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
             raise DamagedError(f"vLLM was given no weights for {min(missing)!r}: the checkpoint is of another model")
 
     def _forget_kernels(self) -> None:
-        """Let vLLM set its expert layers up as it did at its start.
+        """Make vLLM set up its expert layers again, as at its start.
 
-        With a kernel at hand, 0.32 takes a load for a weight update and leaves out the hook in which its CPU experts
-        pack their matrices: the packed ones would be overwritten with plain ones, and every expert compute nonsense.
+        If a kernel exists, 0.32 treats a load as a weight update and skips the hook in which its CPU experts pack their
+        matrices: plain matrices would overwrite packed ones, and every expert would compute nonsense.
         """
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)
@@ -159,7 +159,7 @@ def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _bits(parameter: Tensor) -> Tensor:
-    """[bytes] a copy on the host; comparing bytes needs no arithmetic, which small floats have not."""
+    """[bytes] a copy on the host, compared as bytes because small float types have no arithmetic."""
     return parameter.detach().cpu().clone().contiguous().flatten().view(torch.uint8)
 
 

@@ -1,11 +1,11 @@
 """The weights of a third-party engine: a verified copy on the host, and the engine's own loader.
 
-    patch or checkpoint ──proof──▶ HostCopy ──loader──▶ whatever the engine computes with
-                                      └─InPlaceWeights, where its parameters lie open─▶ only what changed
+    patch or checkpoint ──proof──▶ HostCopy ──loader──▶ the engine's parameters
+                                      └─InPlaceWeights, if its parameters are accessible─▶ only the changes
 
-Nothing is loaded before the copy was compared with the digest that was published, so a wrong patch leaves the engine
-as it was. Runs inside the engine's process, which need not have more of étude's dependencies than numpy, torch, numba,
-orjson and zstandard. How changes get here is the business of ``extension.py``.
+The copy is compared with the published digest before anything is loaded, so a wrong patch does not change the engine.
+Runs inside the engine's process, which needs only numpy, torch, numba, orjson and zstandard of étude's dependencies.
+``extension.py`` transfers the changes.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from etude.weights.state import Numbers, State, snapshot, spec_key
 from etude.weights.tensors import to_tensors
 
 Undo = list[tuple[Numbers, ChangedNumbers, Numbers]]
-"""(a tensor's numbers, a change, what was there before it)."""
+"""(a tensor's numbers, a change, the previous values)."""
 
 
 @final
@@ -33,7 +33,7 @@ class HostCopy:
     """A checkpoint in host memory that is updated by patches, and its digest."""
 
     def __init__(self, state: State, digest: str) -> None:
-        """Copy ``state``. Raises :class:`~etude.errors.DamagedError` unless it is that of ``digest``."""
+        """Copy ``state``. Raises :class:`~etude.errors.DamagedError` unless it has this ``digest``."""
         self._state = snapshot(state)
         if (actual := self.read_digest()) != digest:
             raise DamagedError(f"the checkpoint is the state {actual[:12]}, not {digest[:12]}: it is another version")
@@ -45,14 +45,14 @@ class HostCopy:
         return tuple(stored.spec for stored in self._state.values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, sharing its memory: to be read only, and before the next patch."""
+        """Tensors by name, sharing its memory: to be read only, and before the next patch."""
         return to_tensors(self._state)
 
     def follow(self, patch: Patch) -> None:
         """Apply a patch, at the cost of what it changes.
 
-        Raises :class:`~etude.errors.DamagedError` if it was made for another state or leads to another one than it
-        says; then nothing has changed.
+        Raises :class:`~etude.errors.DamagedError` if it was made for another state or does not result in its digest;
+        then nothing has changed.
         """
         if patch.base != self.digest:
             raise DamagedError(f"the patch changes the state {patch.base[:12]}, {self.digest[:12]} is here")
@@ -71,11 +71,11 @@ class HostCopy:
         self.digest = patch.digest
 
     def read_digest(self) -> str:
-        """The digest of what is in memory now, read anew."""
+        """The digest of the current memory, computed again."""
         return state_digest(self._state)
 
     def _write(self, name: str, run: ChangedNumbers, undo: Undo) -> Digest:
-        """Set some numbers and say what the digest gains."""
+        """Set some numbers and return the change of the digest."""
         stored = self._state.get(name)
         if stored is None or stored.numbers.dtype != run.bits.dtype:
             raise DamagedError(f"the patch changes {name!r} of {run.bits.dtype}, which is not here")
@@ -93,12 +93,12 @@ class RuntimeWeights:
     """An engine's weights, updated from version to version through its own loader."""
 
     def __init__(self, copy: HostCopy, load: Load, runtime: Mapping[str, Tensor] | None) -> None:
-        """Load what ``copy`` holds.
+        """Load the weights of ``copy``.
 
-        ``runtime`` are the parameters that the engine computes with, if they can be read and written where they lie:
-        then an update writes only what changed, and the digest is read from them. ``None`` if the engine packs them
-        away (vLLM on a CPU hands its linear layers to oneDNN): then, and where it computes with anything but copies,
-        every update loads everything, and the digest is that of the copy it was loaded from.
+        ``runtime`` are the parameters that the engine computes with, if they can be read and written in place: then an
+        update writes only the changes, and the digest is computed from them. ``None`` if the engine packs them (vLLM on
+        a CPU passes its linear layers to oneDNN): then, and if it computes with anything other than copies, every
+        update loads everything, and the digest is that of the copy.
         """
         self._copy = copy
         self._load = load
@@ -108,7 +108,7 @@ class RuntimeWeights:
         self._load_all()
 
     def follow(self, patch: Patch) -> None:
-        """Move to a patch's state; raises as :meth:`HostCopy.follow` does, with the weights as they were."""
+        """Update to a patch's state; raises as :meth:`HostCopy.follow` does, with the weights unchanged."""
         self._copy.follow(patch)
         if self._placed is None:
             self._load_all()
@@ -119,14 +119,13 @@ class RuntimeWeights:
         self._is_whole = True
 
     def replace(self, copy: HostCopy) -> None:
-        """Move to another checkpoint of the same model."""
+        """Update to another checkpoint of the same model."""
         self._copy = copy
         self._load_all()
 
     def digest(self) -> str:
-        """The state digest of the weights that are here, read anew.
-
-        Raises :class:`~etude.errors.DamagedError` if a load broke off half-way.
+        """The state digest of the current weights, computed again. Raises :class:`~etude.errors.DamagedError` if a load
+        was interrupted.
         """
         if not self._is_whole:
             raise DamagedError("a load broke off half-way: the engine holds parts of two versions; start it again")

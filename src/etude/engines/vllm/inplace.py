@@ -4,9 +4,9 @@
     while serving      changed numbers ──Placement──▶ positions and bits on the device: a Scatter
     at any time        digest(): the resident weights, read through the same map, are the published ones
 
-The engine brings its parameters and its own loader, nothing else: sharding, fusing, permuting and padding are seen for
-what the loader does. An engine for which it computes anything instead (scales, quantises, sums) is noticed: that one
-has to be loaded whole. The map is learned in ``layout_probe.py`` and kept in ``weights/placement.py``.
+The engine supplies only its parameters and its own loader: sharding, fusing, permuting and padding are inferred from
+what the loader does. If a loader computes (scales, quantises, sums), this is detected, and the engine has to be loaded
+as a whole. The map is learned in ``layout_probe.py`` and stored in ``weights/placement.py``.
 """
 
 import os
@@ -30,8 +30,8 @@ from etude.weights.state import Region, spec_key
 from etude.weights.tensors import TORCH_TYPES
 
 PROBE_SHARE = 4
-"""One part in so many of the machine's memory a probe may take; larger engines are read some parameters at a time, at
-one series of loads each.
+"""A probe may use 1/``PROBE_SHARE`` of the machine's memory; larger engines are read in groups of parameters, with one
+series of loads each.
 """
 
 
@@ -39,7 +39,7 @@ one series of loads each.
 class InPlaceWeights:
     """The weights of one engine, updated in place.
 
-    Making one probes the loader and leaves the parameters with nonsense in them: load real weights next.
+    The constructor probes the loader and leaves nonsense in the parameters: load real weights next.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class InPlaceWeights:
         *,
         probe_bytes: int | None = None,
     ) -> None:
-        """Learn where ``load`` puts the tensors that ``specs`` describes.
+        """Learn where ``load`` writes the tensors that ``specs`` describes.
 
-        ``runtime`` are the parameters it writes to, by any name. Takes a load for each digit of the largest code
-        (four for up to four billion bfloat16 numbers) and three more.
-        Raises :class:`~etude.errors.UserError` for a parameter that is not contiguous or of a type that is not stored.
+        ``runtime`` are the parameters that it writes, by any name. Takes one load per digit of the largest code (four
+        for up to four billion bfloat16 numbers) and three more. Raises :class:`~etude.errors.UserError` for a parameter
+        that is not contiguous or of a type that is not stored.
         """
         self._specs = {spec.name: spec for spec in specs}
         self._parameters = {name: Parameter(name, tensor) for name, tensor in runtime.items()}
@@ -62,10 +62,10 @@ class InPlaceWeights:
         probe = LayoutProbe(self._parameters, load, tuple(self._specs.values()), limit_bytes)
         self.placement = Placement(probe.blocks())
         self.misfit = self._find_misfit(probe.computed)
-        """Reason that the weights cannot be followed and read here, but have to be loaded whole; empty: they can."""
+        """Reason why the weights cannot be updated in place, but have to be loaded as a whole; empty if they can."""
 
     def prepare(self, changes: Mapping[str, Sequence[ChangedNumbers]]) -> Scatter:
-        """Bring the new bits of changed numbers, and where they go, to the device; what serves is not touched.
+        """Copy the new bits of changed numbers and their positions to the device; the serving weights are not touched.
 
         Safe in a thread beside the engine's. Raises :class:`~etude.errors.UserError` for tensors that were not probed.
         """
@@ -80,12 +80,12 @@ class InPlaceWeights:
         return scatter_of(self._write(name, placed) for name, placed in parts.items())
 
     def digest(self) -> str:
-        """The state digest, in hex, of the weights that are resident: equal to the published one, or they differ."""
+        """The state digest, in hex, of the resident weights; differs from the published one if the weights differ."""
         parts = (_digest(self._parameters[b.parameter], b, self._specs[b.tensor]) for b in self.placement.witnesses)
         return (layout_digest(self._specs.values()) + sum(parts, start=Digest.ZERO)).hex()
 
     def _find_misfit(self, computed: Collection[str]) -> str:
-        """The first thing that is no exact copy of all the numbers there are, in words."""
+        """Description of the first part that is not an exact copy of all numbers."""
         if computed:
             return f"the engine computes {min(computed)!r}"
         for block in self.placement.blocks:
@@ -109,7 +109,7 @@ class InPlaceWeights:
 
 
 def _digest(parameter: Parameter, block: Block, spec: TensorSpec) -> Digest:
-    """The share of one block's numbers in the digest, as they lie here; takes device memory for a copy of the block."""
+    """The share of one block's resident numbers in the digest; takes device memory for a copy of the block."""
     key = spec_key(spec)
     if isinstance(block, Rectangle):
         shape, strides = (block.region.rows, block.region.width), (block.row_step, block.column_step)

@@ -1,11 +1,11 @@
-"""Finds an engine's parameter layout: loads numbers that encode their origin, and reads where they went.
+"""Finds an engine's parameter layout: loads numbers that encode their origin, and reads their positions.
 
-    random bits, and their opposites    ──loader──▶  positions that anything is written to
-    digits of codes, highest first      ──loader──▶  which number of which tensor each of them shows
+    random bits, and their complements  ──loader──▶  positions that the loader writes
+    digits of codes, highest first      ──loader──▶  source of each position: tensor and number
     random bits again                   ──loader──▶  proof that the map found explains every bit
 
-A parameter that fails any of it is *computed*: scaled, quantised, summed. Nothing is assumed about the loader but that
-it is a function of the checkpoint. This file owns the loads; codes and maps are ``weights/placement.py``'s.
+A parameter that fails any of these is *computed*: scaled, quantised, summed. The only assumption about the loader is
+that it is a function of the checkpoint. This file owns the loads; codes and maps are in ``weights/placement.py``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,17 +36,17 @@ from etude.weights.state import ELEMENTS
 from etude.weights.tensors import TORCH_TYPES
 
 Make: TypeAlias = Callable[[TensorSpec, Places], Tensor]
-"""(tensor, the codes of its numbers [n]) → values [n] to load for it."""
+"""(tensor, the codes of its numbers [n]) → values [n] to load."""
 
 BYTES_PER_CODE = 24
-"""Host memory that reading one position takes: its code, two copies of its bits, what it shows, flags."""
+"""Host memory for reading one position: its code, two copies of its bits, the decoded digit, flags."""
 
 
 @final
 class Parameter:
     """One flat parameter of an engine: its values in row-major order, and their bits.
 
-    Raises :class:`~etude.errors.UserError` for a tensor that is not contiguous or of a type that is not stored.
+    Raises :class:`~etude.errors.UserError` for a tensor that is not contiguous or has an unsupported type.
     """
 
     def __init__(self, name: str, tensor: Tensor) -> None:
@@ -74,7 +74,7 @@ class Parameter:
         return values.to(torch.float64).numpy()
 
     def cast(self, values: Tensor) -> Tensor:
-        """The bits that values on the host have in this parameter."""
+        """The bits of host values in this parameter's type."""
         return values.to(self.values.dtype).view(self.bits.dtype)
 
     def keeps(self, spec: TensorSpec) -> bool:
@@ -86,7 +86,7 @@ class Parameter:
         return stored.is_float and own.is_float and is_wider
 
     def stored(self, bits: Tensor, spec: TensorSpec) -> Tensor:
-        """The values of a tensor's type that some of the bits here stand for."""
+        """The values, in a tensor's type, that some bits of this parameter represent."""
         return bits.contiguous().view(self.values.dtype).to(TORCH_TYPES[spec.dtype])
 
 
@@ -94,8 +94,8 @@ class Parameter:
 class LayoutProbe:
     """A probe that finds the layout of parameters by loading coded checkpoints with an engine's loader.
 
-    Takes, for each group of parameters that fits ``limit_bytes`` of host memory, a load for each digit of the largest
-    code and two more; and one to prove the map.
+    For each group of parameters that fits into ``limit_bytes`` of host memory, it takes one load per digit of the
+    largest code and two more; and a final one to verify the map.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class LayoutProbe:
         types |= {STORED_TYPES[parameter.values.dtype] for parameter in parameters.values()}
         self._base = digit_base(ELEMENTS[name] for name in types if name != "BOOL")
         self.computed: set[str] = set()
-        """Parameters found to be more than copies of numbers."""
+        """Parameters that are not mere copies of numbers."""
 
     def blocks(self) -> list[Block]:
-        """The places of all numbers in the parameters that are copies; the others become :attr:`computed`."""
+        """The positions of all numbers in parameters that are copies; the others are added to :attr:`computed`."""
         blocks: dict[str, list[Block]] = {}
         for names in self._groups():
             for name, codes in self._read(names).items():
@@ -126,7 +126,7 @@ class LayoutProbe:
         return [block for name, own in blocks.items() if name not in self.computed for block in own]
 
     def _groups(self) -> Iterator[list[str]]:
-        """Names of parameters that can be read together; one that is too large is read alone."""
+        """Groups of parameters that can be read together; one that is too large is read alone."""
         group: list[str] = []
         size = 0
         for name, parameter in self._parameters.items():
@@ -140,7 +140,7 @@ class LayoutProbe:
             yield group
 
     def _read(self, names: Sequence[str]) -> dict[str, Places | None]:
-        """The code at every position of some parameters; ``None`` for a parameter that shows anything but codes."""
+        """The code at every position of some parameters; ``None`` for a parameter with anything other than codes."""
         readings = {name: _ProbeReading(self._parameters[name]) for name in names}
         for flipped in (False, True):
             self._fill(partial(_random_values, flipped=flipped))
@@ -154,7 +154,7 @@ class LayoutProbe:
         return {name: reading.codes(self._numbering.end) for name, reading in readings.items()}
 
     def _explains(self, name: str, blocks: Sequence[Block]) -> bool:
-        """Report whether the random bits that were loaded are where the blocks say, cast to the parameter's type."""
+        """Report whether the loaded random bits are at the positions of the blocks, cast to the parameter's type."""
         parameter = self._parameters[name]
         actual = parameter.read_bits()
         specs = {spec.name: (spec, first) for spec, first, _ in self._numbering.codes()}
@@ -171,7 +171,7 @@ class LayoutProbe:
 
 
 class _ProbeReading:
-    """The readings at the positions of one parameter over several loads."""
+    """The values at the positions of one parameter over several loads."""
 
     def __init__(self, parameter: Parameter) -> None:
         self._parameter = parameter
@@ -182,7 +182,7 @@ class _ProbeReading:
         self._codes: Places = np.zeros(count, np.int64)
 
     def note(self) -> None:
-        """See which positions differ from the load before."""
+        """Record the positions that differ from the previous load."""
         bits = self._parameter.read_bits()
         if self._before is not None:
             self._varied |= bits != self._before
@@ -196,7 +196,7 @@ class _ProbeReading:
         self._codes = self._codes * base + np.where(legible, values, 0).astype(np.int64)
 
     def codes(self, end: int) -> Places | None:
-        """[n] codes, :data:`NO_CODE` where nothing ever changed; ``None`` if what changed is not all codes."""
+        """[n] codes, :data:`NO_CODE` at positions that never changed; ``None`` if a changed position has no code."""
         is_code = self._legible & (self._codes > NO_CODE) & (self._codes < end)
         if not is_code[self._varied].all():
             return None
@@ -204,7 +204,7 @@ class _ProbeReading:
 
 
 class _Pattern(Mapping[str, Tensor]):
-    """A checkpoint made up tensor by tensor as it is read; tensors without codes are zeros."""
+    """A checkpoint that generates each tensor when it is read; tensors without codes are zeros."""
 
     def __init__(self, specs: tuple[TensorSpec, ...], numbering: Numbering, make: Make) -> None:
         self._specs = {spec.name: spec for spec in specs}
@@ -234,7 +234,7 @@ def _digit_values(spec: TensorSpec, codes: Places, *, place: int, base: int) -> 
 
 
 def _integers(spec: TensorSpec, integers: Places) -> Tensor:
-    """[k] small integers as values of a tensor's type, as exponents if it has nothing else."""
+    """[k] small integers as values of a tensor's type; as exponents if the type has only these."""
     dtype = TORCH_TYPES[spec.dtype]
     values = torch.from_numpy(integers)
     return values.to(torch.uint8).view(dtype) if dtype is torch.float8_e8m0fnu else values.to(dtype)

@@ -1,9 +1,9 @@
 """The vLLM engine: starts the server, and updates its weights from version to version by files that it reads.
 
-    update ──▶ changed numbers, or a whole checkpoint if very much changed ──▶ vLLM
+    update ──▶ changed numbers, or a whole checkpoint if too much changed ──▶ vLLM
 
-A whole checkpoint is written to a memory file system if there is one. What a killed process left there is removed by
-the next one that opens a scratch.
+A whole checkpoint is written to a memory file system if there is one. The next process that opens a scratch folder
+removes the files that a killed process left there.
 """
 
 import asyncio
@@ -47,12 +47,12 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
         memory = scratch.create(reader=None)
         writer = CheckpointWriter(context.model_folder / CONFIG_FILE, memory)
         state, digest = pulled.state, pulled.digest
-        if context.base is not None:  # adapters are loaded over it, version by version
+        if context.base is not None:  # adapters are loaded over it, one per version
             state = await asyncio.to_thread(context.base)
             digest = state_digest(state)
         model = await asyncio.to_thread(writer.write, state)
         python = find_python(options.python)
-        key = secrets.token_urlsafe(32)  # of this server and its one client, new with each start
+        key = secrets.token_urlsafe(32)  # for this server and its one client, new at each start
         server = server_of(config, context.spec, python=python, model=model, port=free_port(), api_key=key)
         process = start(server, context.logs)
         try:
@@ -76,7 +76,7 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
 def server_of(
     config: RunConfig, spec: ModelSpec, *, python: Path, model: Path, port: int, api_key: str = ""
 ) -> VllmServer:
-    """The settings of the server that a run needs; it returns routes where the trainer replays them."""
+    """The settings of the server that a run needs; it returns routes if the trainer replays them."""
     options = config.engine.options
     assert isinstance(options, VllmOptions), config.engine.kind
     if config.lora.trains("rl") and spec.experts is not None and config.engine.device == "cpu":
@@ -114,7 +114,7 @@ class VllmUpdater:
         return self._engine.version
 
     def stage(self, update: WeightUpdate) -> Swap:
-        """Write a checkpoint if very much changed."""
+        """Write a checkpoint if too much changed."""
         pulled = update.weights
         source = self._writer.write(pulled.state) if update.changed is None else update.changed
 
@@ -145,9 +145,8 @@ class AdapterUpdater:
         return self._engine.version
 
     def stage(self, update: WeightUpdate) -> Swap:
-        """Write the adapter as a PEFT folder, and verify that file.
-
-        Raises :class:`~etude.errors.InfrastructureError` when it does not hold what was published.
+        """Write the adapter as a PEFT folder, and verify the file. Raises :class:`~etude.errors.InfrastructureError` if
+        it differs from the published adapter.
         """
         pulled, folder = update.weights, Path(tempfile.mkdtemp(dir=self._scratch))
         state = to_tensors(pulled.state)
@@ -163,4 +162,4 @@ class AdapterUpdater:
         return swap
 
     def settle(self) -> None:
-        """Do nothing: an adapter is loaded whole."""
+        """Do nothing: each adapter is loaded as a whole."""

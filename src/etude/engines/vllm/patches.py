@@ -1,11 +1,11 @@
 """Patch files: the changed numbers of a weight update, for engines in other processes.
 
     <run>/indices/<tensor>  U64 [k]            canonical indices, ascending
-    <run>/bits/<tensor>     U8, U16 or U32 [k]   what the numbers are now
+    <run>/bits/<tensor>     U8, U16 or U32 [k]   the new bits of the numbers
     metadata                base, digest         the states before and after
 
-A safetensors file like any other, so that it can be looked into without a tool of ours. Put on a memory file system it
-is shared memory with a name. Owns the file; whose changes they are and who takes them is not its business.
+An ordinary safetensors file, so that any tool can inspect it. On a memory file system it is named shared memory. Owns
+the file format, not the source or the use of the changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Patch:
     digest: str
     """State digest after."""
     changes: Mapping[str, Sequence[ChangedNumbers]]
-    """By tensor; one tensor may come in several runs."""
+    """Changes by tensor, in one or several runs each."""
 
 
 def write_patch(path: Path, patch: Patch) -> None:

@@ -1,7 +1,7 @@
 """A vLLM server's settings, as its command line and its environment.
 
-What is said to it is ``engine.py``'s. Measured on two cores: 25–35 s from start to health, most of it three imports of
-vLLM, one after the other.
+The protocol is in ``engine.py``. Measured on two cores: 25–35 s from start to health, mostly for three successive
+imports of vLLM.
 """
 
 import os
@@ -18,12 +18,13 @@ PYTHON_VARIABLE = "ETUDE_VLLM_PYTHON"
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "etude.engines.vllm.extension.EtudeWorker"
 SERVED_ADAPTERS = 2
-"""Adapters in one step of a server: the newest version, and the one that completions in progress go on with."""
+"""Adapters in one step of a server: the newest version, and the one of completions in progress."""
 TRANSFER = '{"backend":"etude"}'
 
 
 def find_python(configured: str = "") -> Path:
-    """The interpreter of vLLM's environment: the configured one, ``ETUDE_VLLM_PYTHON``, or ``.venv-vllm`` here.
+    """The interpreter of vLLM's environment: the configured one, ``ETUDE_VLLM_PYTHON``, or ``.venv-vllm`` in the
+    current folder.
 
     Raises :class:`~etude.errors.UserError` when there is none.
     """
@@ -57,11 +58,11 @@ class VllmServer:
     routes: bool = False
     """Return the experts of each token."""
     sampling_mask: bool = False
-    """Return the tokens that top-p and top-k left to draw from."""
+    """Return the tokens that remain after top-p and top-k."""
     lora_rank: int = 0
     """Largest rank of adapters that can be loaded while it serves; 0 for none."""
     api_key: str = field(default="", repr=False)
-    """The key of all requests that sample, of ``VLLM_API_KEY``; empty for none. vLLM has none for the others."""
+    """The key of all sampling requests (``VLLM_API_KEY``); empty for none. vLLM does not protect other requests."""
     extra: tuple[str, ...] = field(default=())
     """Further arguments, e.g. ``--tensor-parallel-size``, ``2``."""
 
@@ -83,13 +84,13 @@ class VllmServer:
             "--max-model-len": self.max_length,
             "--max-num-seqs": self.max_running,
             "--scheduling-policy": "priority",
-            "--logprobs-mode": "processed_logprobs",  # of what was sampled from, after temperature, top-k and top-p
-            "--generation-config": "vllm",  # the checkpoint's own sampling defaults would change what we ask for
+            "--logprobs-mode": "processed_logprobs",  # of the sampled distribution: after temperature, top-k and top-p
+            "--generation-config": "vllm",  # the checkpoint's sampling defaults would change requests
             "--worker-extension-cls": EXTENSION,
             "--weight-transfer-config": TRANSFER,
             "--uvicorn-log-level": "warning",
         }
-        # Token ids in and out are its "scale-out" interface; text is not our business, so it loads no tokenizer.
+        # The "scale-out" interface takes and returns token ids; étude sends no text, so vLLM loads no tokenizer.
         flags = ["--enable-scale-out", "--skip-tokenizer-init"]
         flags += ["--enforce-eager"] if self.device == "cpu" else []
         flags += ["--enable-return-routed-experts"] if self.routes else []
@@ -101,13 +102,14 @@ class VllmServer:
         return [str(self.python), "-m", MODULE, *pairs, *flags, *self.extra]
 
     def environment(self, inherited: Mapping[str, str], package_folder: Path) -> dict[str, str]:
-        """The environment variables: its own, over what is inherited; Python's are not, they are of our environment.
+        """The environment variables: its own, and the inherited ones except those of Python, which are of étude's
+        environment.
 
         ``package_folder`` holds étude's package and nothing else.
         """
         variables = without_our_python(inherited) | {
             "PYTHONPATH": str(package_folder),
-            "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer are there in no other mode
+            "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer exist only in this mode
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",  # seconds; longer than a client keeps an idle connection
             "HF_HUB_OFFLINE": "1",
@@ -135,7 +137,7 @@ def start(server: VllmServer, folder: Path) -> ServerProcess:
 
 
 def _package_folder(folder: Path) -> Path:
-    """A folder to import étude from, without the rest of our environment: our torch and numpy are not vLLM's."""
+    """A folder to import étude from, without the rest of its environment: vLLM has its own torch and numpy."""
     parent = folder / "python"
     parent.mkdir(parents=True, exist_ok=True)
     link = parent / "etude"

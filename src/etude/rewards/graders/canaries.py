@@ -1,17 +1,18 @@
-"""Canaries: twins of tests that must fail, made by changing one thing in a test's source. Pure.
+"""Canaries: copies of tests that must fail, made by one change to a test's source. Pure.
 
     source ──definitions_of──▶ definition ──▶ sites ──one, at random──▶ Alteration ──altered──▶ source of the twin
 
-Code under test that makes tests pass, whatever they assert, passes the twin, too: by patching the runner, with objects
-that equal everything, by reading what is expected from the test itself. Right code cannot: at a site only what is run
-for sure, and was seen to hold, is turned into what cannot hold then. A twin has its test's name and its place, and
-where there is a literal to change it looks no less true; which of the two a process runs is not to be seen from inside.
+Code under test that makes any test pass also passes the twin (the changed copy): for example by patching the runner,
+with objects that equal everything, or by reading the expected value from the test itself. Correct code fails the twin:
+only an assertion that is certain to run, and that holds for correct code, is changed, so that it cannot hold. A twin
+has the name and place of its test, and a changed literal looks as plausible as the original: the process cannot tell
+from inside which of the two it runs.
 
-A changed literal keeps the type and the shape of the first (a digit stays a digit, a list keeps its length), since one
-that looks out of place could be told from the real ones by the code under test. Every part of it is changed: what is
-compared may honestly not care about one (versions are equal whatever their build is called).
+A changed literal keeps the type and the shape of the original (a digit stays a digit, a list keeps its length), since
+the code under test could recognise one that looks out of place. Every part of it is changed, because a comparison may
+legitimately ignore one part (versions that differ only in their build name are equal).
 
-Owns the changes to a source. Which test is a canary when is :mod:`etude.rewards.graders.test_runs`'s.
+Owns the changes to a source. :mod:`etude.rewards.graders.test_runs` selects the canaries of each run.
 """
 
 import ast
@@ -28,11 +29,11 @@ from typing import TypeAlias
 Constant: TypeAlias = bool | int | float | str | bytes | None
 
 WORD = re.compile(r"[A-Za-z0-9]+")
-"""Parts of a text; each gets one other letter."""
+"""Words of a text; one character of each is changed."""
 
 
 def is_literal(node: ast.expr) -> bool:
-    """True for an expression of constants alone, of types that a canary can change."""
+    """True for an expression that consists only of constants, of types that a canary can change."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, bool | int | float | str | bytes | None)
     if isinstance(node, ast.UnaryOp):
@@ -43,14 +44,14 @@ def is_literal(node: ast.expr) -> bool:
 
 
 def is_number(node: ast.expr) -> bool:
-    """True for an int or a float, written out."""
+    """True for an int or float literal."""
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
 def changed_literal(text: str, rng: random.Random) -> str | None:
-    """The source of a different literal, or ``None`` where the random change made an equal one (of ``{1, 2}``, say).
+    """The source of a different literal, or ``None`` if the random change made an equal one (possible for ``{1, 2}``).
 
-    ``text`` is the source of one that :func:`is_literal` holds for.
+    ``text`` is the source of an expression for which :func:`is_literal` is true.
     """
     tree = ast.parse(f"({text}\n)", mode="eval")
     value = ast.literal_eval(tree)
@@ -82,7 +83,7 @@ def _changed_float(value: float, rng: random.Random) -> float:
 
 
 def _changed_text(text: str, rng: random.Random) -> str:
-    """One letter or digit of each word is another, and not only in its case."""
+    """Replace one letter or digit of each word, by more than a change of case."""
     changed = WORD.sub(lambda word: _changed_word(word[0], rng), text)
     return changed if changed != text else text + rng.choice(string.ascii_lowercase)
 
@@ -95,13 +96,13 @@ def _changed_word(word: str, rng: random.Random) -> str:
 
 
 class _Changing(ast.NodeTransformer):
-    """Changes every constant but the keys of dictionaries, and puts a 0 into what is empty."""
+    """Changes every constant except dictionary keys, and puts a 0 into empty containers."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def visit(self, node: ast.AST) -> ast.AST:
-        """Another literal for the one that ``node`` is."""
+        """Replace the literal ``node`` by another one."""
         if isinstance(node, ast.Constant | ast.UnaryOp):
             value: Constant = ast.literal_eval(node)
             return ast.parse(repr(changed_constant(value, self._rng)), mode="eval").body
@@ -127,11 +128,11 @@ class Lines:
             self._starts.append(self._starts[-1] + len(line) + 1)
 
     def place(self, line: int, column: int) -> int:
-        """Its byte."""
+        """Byte offset of a line and column."""
         return self._starts[line - 1] + column
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """First byte of an expression and the one behind it."""
+        """Byte range of a node: its first byte and the byte after it."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self.place(node.lineno, node.col_offset), self.place(node.end_lineno, node.end_col_offset)
 
@@ -141,13 +142,13 @@ class Lines:
         return self.data[start:end].decode()
 
     def indent(self, line: int) -> str:
-        """White space before a line's first mark."""
+        """Indentation of a line."""
         whole = self.data[self._starts[line - 1] : self._starts[line]]
         return whole[: len(whole) - len(whole.lstrip(b" \t"))].decode()
 
 
 def functions_in(body: Sequence[ast.stmt], prefix: str = "") -> Iterator[tuple[str, FunctionNode]]:
-    """Functions by qualified name; of equal names the last one."""
+    """Functions by qualified name; the last one if names repeat."""
     for node in body:
         if isinstance(node, FunctionNode):
             yield prefix + node.name, node
@@ -164,7 +165,7 @@ def classes_in(body: Sequence[ast.stmt], prefix: str = "") -> Iterator[tuple[str
 
 
 def assigned_once(function: FunctionNode) -> Mapping[str, ast.expr]:
-    """Literals by variable, for variables that are set once, at the top of the test, and read once."""
+    """Literals by variable, for variables that are assigned once, at the top level of the test, and read once."""
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
     uses = [(node.id, isinstance(node.ctx, ast.Load)) for node in names]
     return {
@@ -181,9 +182,9 @@ class Rows:
     """The literals of one ``parametrize`` parameter, in order."""
 
     table: ast.expr
-    """All rows."""
+    """The expression of all rows."""
     cells: tuple[ast.expr, ...]
-    """One of each row."""
+    """The parameter's literal in each row."""
 
 
 def rows_by_parameter(function: FunctionNode) -> Mapping[str, Rows]:
@@ -236,31 +237,31 @@ class SiteKind(StrEnum):
     """Kind of change that makes a canary of a test."""
 
     VALUE = "value"
-    """A literal that something is compared with is another one."""
+    """The literal in a comparison is changed."""
     ROWS = "rows"
-    """The same in every row of a test with parameters, whose node ids may change with it."""
+    """A literal is changed in every row of a parametrised test; its node ids may change, too."""
     WRAPPED = "wrapped"
     """The expected value is put into a list or a tuple."""
     RAISES = "raises"
     """Another exception is expected."""
     FLIPPED = "flipped"
-    """The assertion holds where it did not."""
+    """The assertion is negated."""
     PLANTED = "planted"
-    """A comparison of two different numbers comes first: where nothing else can be changed."""
+    """A false comparison of two numbers is inserted first; used where nothing else can be changed."""
 
 
 WEIGHTS = MappingProxyType(
     {SiteKind.VALUE: 12, SiteKind.ROWS: 12, SiteKind.WRAPPED: 4, SiteKind.RAISES: 3, SiteKind.FLIPPED: 1}
 )
-"""Weight of a site in the draw. Objects that lie pass an ``==`` with another value, not its opposite; and
-another value is what looks most like the real one.
+"""Weight of each kind of site in the random choice. An object that equals everything passes an ``==`` with another
+value, but not the negated comparison; and a changed value looks most like the original test.
 """
 
 FLIPPED_OPERATORS: Mapping[type[ast.cmpop], str] = MappingProxyType(
     {ast.NotEq: "==", ast.Lt: ">=", ast.LtE: ">", ast.Gt: "<=", ast.GtE: "<", ast.Is: "is not", ast.IsNot: "is"}
     | {ast.NotIn: "in"}
 )
-"""The opposite of each comparison but ``==`` and ``in``, whose right sides are changed instead."""
+"""The opposite of each comparison except ``==`` and ``in``, whose right sides are changed instead."""
 EQUALITIES = frozenset(
     f"assert{kind}" for kind in ("Equal", "ListEqual", "TupleEqual", "DictEqual", "SetEqual", "MultiLineEqual")
 )
@@ -274,18 +275,18 @@ FLIPPED_METHODS = MappingProxyType(
 )
 """The opposites among unittest's assertions."""
 RAISING = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
-"""Context managers that expect an exception, which is their first argument."""
+"""Context managers that expect the exception in their first argument."""
 SWALLOWING = ("raises", "assert", "suppress", "expect", "ignore", "fail", "xfail", "subtest", "warns", "catch")
-"""Prefixes of context managers that may end an assertion's failure, or expect it; those without a name of
-their own, such as a parameter of the test, may do so, too.
+"""Prefixes of context managers that may suppress or expect the failure of an assertion. Those without a name in the
+source, such as a parameter of the test, may do so, too.
 """
 UNRELATED = (
     *("BufferError", "FloatingPointError", "ZeroDivisionError", "UnboundLocalError", "BlockingIOError"),
     *("ChildProcessError", "RecursionError"),
 )  # fmt: skip
-"""Exceptions that hardly any other one is derived from."""
+"""Exceptions that have hardly any subclasses."""
 BASES = frozenset({"BaseException", "Exception", "ArithmeticError", "NameError", "OSError", "RuntimeError", *UNRELATED})
-"""Base classes of the exceptions in ``UNRELATED``, which may thus be raised where a base is expected."""
+"""Base classes of the exceptions in ``UNRELATED``: an expected base would accept one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,13 +295,13 @@ class CanarySite:
 
     kind: SiteKind
     start: int
-    """First byte of what is replaced, in UTF-8."""
+    """First byte of the replaced source, in UTF-8."""
     end: int
-    """Byte behind it."""
+    """Byte after it."""
     write: Write
-    """Replacement, drawn anew each time; ``None`` where there is none."""
+    """Makes a new random replacement on each call; ``None`` if there is none."""
     leaves_work: bool = False
-    """True if more than assertions comes after it, which a test that fails here leaves undone."""
+    """True if statements other than assertions follow, which a test that fails here does not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,10 +317,10 @@ class Alteration:
 class TestSource:
     """A test module's source and its possible canary changes."""
 
-    __test__ = False  # not a test class, whatever pytest thinks of the name
+    __test__ = False  # not a test class, despite its name
 
     def __init__(self, text: str) -> None:
-        """Raises ``ValueError`` for what is no Python."""
+        """Raises ``ValueError`` if the text is not valid Python."""
         self.text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
         try:
             tree = ast.parse(self.text)
@@ -330,9 +331,8 @@ class TestSource:
         self._bases = dict(classes_in(tree.body))
 
     def definition_of(self, name: str) -> str | None:
-        """The qualified name of the function behind ``name`` (``TestA::test_b``), which a class may have inherited.
-
-        ``None`` where it is not in this module.
+        """The qualified name of the function that defines ``name`` (``TestA::test_b``), which a class may inherit;
+        ``None`` if it is not in this module.
         """
         if name in self._functions:
             return name
@@ -365,7 +365,7 @@ class TestSource:
         return sites or (_planted(self._lines, function),)
 
     def alteration(self, definition: str, rng: random.Random) -> Alteration:
-        """One change, at random, that makes the test fail; with nothing left undone, if there is such a place."""
+        """A random change that makes the test fail; if possible at a site after which only assertions follow."""
         every = self.sites(definition)
         sites = [site for site in every if not site.leaves_work] or list(every)
         while sites:
@@ -397,7 +397,7 @@ class _Surgeon:
     def sites(self) -> Iterator[CanarySite]:
         """From top to bottom."""
         if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(self._function)):
-            return  # what a generator does is up to its caller
+            return  # the caller decides how far a generator runs
         yield from self._of(self._function.body)
 
     def _of(self, body: Sequence[ast.stmt]) -> Iterator[CanarySite]:
@@ -406,7 +406,7 @@ class _Surgeon:
             for site in self._of_statement(statement):
                 yield replace(site, leaves_work=site.leaves_work or leaves_work)
             if any(isinstance(node, ast.Return) for node in ast.walk(statement)):
-                return  # what comes after may not be reached
+                return  # statements after it may not be reached
 
     def _of_statement(self, statement: ast.stmt) -> Iterator[CanarySite]:
         if isinstance(statement, ast.Assert):
@@ -461,7 +461,7 @@ class _Surgeon:
             yield self._wrapped(right)
 
     def _changed_rows(self, rows: Rows, rng: random.Random) -> str | None:
-        """The source of the table, one cell of each row changed; ``None`` where one cannot be."""
+        """The source of the table with one cell of each row changed; ``None`` if one of them cannot be changed."""
         start, end = self._lines.span(rows.table)
         data, end_of_last = b"", start
         for cell in rows.cells:
@@ -474,7 +474,7 @@ class _Surgeon:
         return (data + self._lines.data[end_of_last:end]).decode()
 
     def _literal(self, node: ast.expr) -> ast.expr | None:
-        """The literal that ``node`` is, or is given by: in a tolerance, or in a variable that is used once."""
+        """The literal that ``node`` is or refers to: inside a tolerance, or in a variable that is used once."""
         if isinstance(node, ast.Call) and called(node) == "approx" and len(node.args) == 1 and not node.keywords:
             node = node.args[0]
         if isinstance(node, ast.Name):
@@ -513,7 +513,7 @@ class _Surgeon:
 
 
 def _is_assertion(statement: ast.stmt) -> bool:
-    """True if a statement does nothing but look."""
+    """True if a statement only asserts."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(statement, ast.Assert | ast.Pass) or (
         isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr.startswith("assert")

@@ -1,33 +1,33 @@
-"""The grader of hidden test files: tests run in a sandbox that the agent never entered, canaries among them.
+"""The grader of hidden test files: it runs tests, including canaries, in a sandbox that the agent never entered.
 
-    agent's sandbox ──export──▶ artefacts ──carry──▶ base sandbox: the original image and what is carried, nothing else
+    agent's sandbox ──export──▶ artefacts ──carry──▶ base sandbox: the original image and the artefacts, nothing else
                                                     ├─fork─▶ real plan: every named test has to pass
                                                     ├─fork─▶ probes: arguments in, results out      (if there are any)
-                                                    └─fork─▶ mixed plans: canaries among them; which, is drawn
+                                                    └─fork─▶ mixed plans: randomly drawn tests are canaries
 
-Hidden tests come into a fork after the artefacts and never into another place. What is printed is not read. A test
-counts by its name alone, and a pass counts for nothing by itself: code under test can do anything to the process that
-tests it, so a reward takes that no canary passed (:mod:`etude.rewards.graders.test_runs`). Only work that passes every
-test is put to that proof; for the rest one run of the tests is all. Which tests can have canaries is seen once per task
-in an untouched sandbox: none of which anything passes there. Where there is neither a canary nor a probe,
-nothing could prove any work, so that there is no reward, not even of zero.
+Hidden tests are copied into a fork after the artefacts, and nowhere else. Printed output is not read. A test is
+identified by its name alone, and a pass proves nothing by itself: code under test can manipulate the process that tests
+it, so a reward also requires that no canary passes (:mod:`etude.rewards.graders.test_runs`). Only work that passes
+every test is checked with canaries; other work takes one run of the tests. A run in an untouched sandbox, once per
+task, determines the tests that can have canaries: those of which no case passes there. A task with neither a canary nor
+a probe cannot prove any work, so it gives no reward, not even zero.
 
-Whose fault is it? A test that fails, hangs, kills its process or leaves no report is the agent's, as long as the same
-tests run in an untouched sandbox: there they must be started, come to their end in time and, of those that
-passed before, pass some. Where they do not, and wherever a sandbox fails, it is ours:
-:class:`~etude.errors.SandboxError`, and no reward at all. Where only time was short, machines are slower here than
-where the task was made, an emulated processor perhaps, or busy: the work is judged again with as much time as the
-untouched sandbox took. The task keeps that until it is measured anew, which is when its tests next run out of time.
+Attribution of failures: a test that fails, hangs, kills its process or leaves no report is the agent's fault if the
+same tests run in an untouched sandbox. There they must start, end in time and, of the tests that passed before, pass at
+least one. If they do not, or if a sandbox fails, the fault is in the system: :class:`~etude.errors.SandboxError`, and
+no reward at all. If only the time was too short, this machine is busy or slower than the one on which the task was made
+(perhaps an emulated processor): the work is graded again with as much time as the untouched sandbox took. The task
+keeps this time limit until it is measured again, when its tests next run out of time.
 
-An agent that takes up all of the room that its work is given here has itself to blame
+If an agent's work fills all of the space that it is given here, the fault is the agent's
 (:class:`~etude.errors.AgentFault`).
 
-A hidden test has to bring its expected values into the process of the code that it tests, where they can be read. A
-probe brings arguments alone; results come out as plain JSON, and are compared out here, by value and type. The only way
-to pass is to compute them.
+A hidden test brings its expected values into the process of the code under test, where they can be read. A probe brings
+only arguments; its results are returned as plain JSON and compared by the grader, by value and type. The only way to
+pass is to compute them.
 
-Owns the order of things. What is proved by canaries has limits: code that recognises a changed test for what it is, by
-knowing the right answer or by how the test reads, can fail that one alone. Probes have no such limit.
+Owns the order of these steps. Canaries have a limit: code that recognises a changed test, by knowing the correct answer
+or from the text of the test, can fail only that test. Probes have no such limit.
 """
 
 import math
@@ -59,7 +59,7 @@ from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.types import Probe, Task, TestChecks
 
 START_TIMEOUT_S = 60.0
-"""For an interpreter to start on a busy machine."""
+"""Time for an interpreter to start on a busy machine."""
 SHIM = """\
 import importlib, operator
 _target = operator.attrgetter({function!r})(importlib.import_module({module!r}))
@@ -69,7 +69,7 @@ def probe(*arguments):
 
 
 async def check_interpreter(sandbox: Sandbox) -> None:
-    """Check that a sandbox can run probes, before anything of an agent's is in it.
+    """Check that a sandbox can run probes, before it contains any file of an agent.
 
     Raises :class:`~etude.errors.SandboxError`.
     """
@@ -79,9 +79,9 @@ async def check_interpreter(sandbox: Sandbox) -> None:
 
 
 async def count_passed(sandbox: Sandbox, probes: Sequence[Probe], timeout_s: float) -> int:
-    """Number of probe cases that return the expected value; each probe has a process and ``timeout_s``.
+    """Number of probe cases that return the expected value; each probe has its own process and ``timeout_s``.
 
-    Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not what is probed.
+    Raises :class:`~etude.errors.SandboxError` if the sandbox fails, as opposed to the probed code.
     """
     passed = 0
     for probe in probes:
@@ -98,19 +98,19 @@ async def count_passed(sandbox: Sandbox, probes: Sequence[Probe], timeout_s: flo
 
 ARTEFACT_LIMIT_BYTES = 64 << 20
 ARCHIVE_LIMIT_BYTES = 1 << 40
-"""Limit of what is written again: as much as was read, which was limited."""
+"""Limit of the archive that is written: effectively none, as reading is limited already."""
 PREPARE_TIMEOUT_S = 60.0
-"""For a sandbox to be made ready."""
+"""Time to prepare a sandbox."""
 GRACE_S = 600.0
 """Life of a sandbox beyond its grading."""
 PACE = 4.0
-"""Factor by which a task's tests are given more time, again and again, until it is enough on a slow machine."""
+"""Factor by which the time for a task's tests is raised repeatedly, until it is enough on a slow machine."""
 SOUND_TASKS = 4096
-"""Tasks that are remembered to run in an untouched sandbox."""
+"""Number of tasks for which the result in an untouched sandbox is cached."""
 
 
 class _TooSlow(Exception):
-    """An untouched sandbox takes longer for its tests than the agent's was given."""
+    """An untouched sandbox needs more time for the tests than the agent's sandbox was given."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(f"{timeout_s:g} s are what it takes")
@@ -122,9 +122,9 @@ class Untouched:
     """Result of a task's tests in an untouched sandbox."""
 
     needed_s: float
-    """Seconds that they may take here."""
+    """Time limit of the tests on this machine."""
     idle: frozenset[str]
-    """Node ids, without parameters, of which something passed."""
+    """Node ids, without parameters, of tests with at least one passing case."""
 
 
 class HiddenTestGrader:
@@ -138,11 +138,11 @@ class HiddenTestGrader:
         slack_s: float = 900.0,
         rng: random.Random | None = None,
     ) -> None:
-        """``sandboxes`` stay the caller's to close; they must be able to fork.
+        """The caller closes ``sandboxes``, which must be able to fork.
 
-        ``slack_s`` is what a grading may take beyond the task's own time (``rollouts.grading_timeout_s``): half of it
-        is for tests on a slow machine, the rest for sandboxes to be made. ``rng`` draws canaries (default: the system's
-        own randomness).
+        ``slack_s`` is the time that a grading may take beyond the task's own limit (``rollouts.grading_timeout_s``):
+        half of it is for tests on a slow machine, the rest for creating sandboxes. ``rng`` draws canaries (default: the
+        system's randomness).
         """
         self._sandboxes = sandboxes
         self._images = images
@@ -156,15 +156,15 @@ class HiddenTestGrader:
 
         Parts: ``about_passed`` and ``others_passed``, shares of the named tests; ``probes_passed``, a share of calls,
         where the task has probes; ``canaries_refused``, a share, where canaries were run; ``cheat_canary``, 1 if one
-        passed; ``artefacts_left``, the number of files that were not taken along; ``submitted``, 0 or 1; or, beside
-        the last one, ``artefacts_refused`` alone, 1 where there was too much to take along, or nothing that can be.
-        The shares alone prove nothing: without canaries a test may have been made to pass.
+        passed; ``artefacts_left``, the number of files that were not copied; ``submitted``, 0 or 1. Or only
+        ``submitted`` and ``artefacts_refused``, which is 1 if the artefacts were too large or could not be copied. The
+        shares alone prove nothing: without canaries a test may have been made to pass.
 
-        Raises :class:`~etude.errors.SandboxError` for trouble of ours, also for a task that cannot be graded, and
-        :class:`~etude.errors.ConfigError` for an image that is gone.
+        Raises :class:`~etude.errors.SandboxError` for a failure of the system, including a task that cannot be graded,
+        and :class:`~etude.errors.ConfigError` for a missing image.
         """
         left: tuple[Entry, ...] | None = None
-        with suppress(ValueError):  # once for all runs: that sandbox need not live as long as they take
+        with suppress(ValueError):  # once for all runs, so that sandbox may close earlier
             left = await _artefacts(sandbox, task)
         measured = self._sound.get(task.task_id)
         timeout_s = measured.needed_s if measured else _test_checks(task).timeout_s
@@ -175,17 +175,17 @@ class HiddenTestGrader:
                 timeout_s = slow.timeout_s
 
     async def guarded(self, task: Task) -> frozenset[str]:
-        """The node ids that can be canaries. A task that has none, and no probe, cannot be graded.
+        """The node ids that can be canaries. A task with neither these nor a probe cannot be graded.
 
-        Raises :class:`~etude.errors.SandboxError`, also for tests that do not run in an untouched sandbox.
+        Raises :class:`~etude.errors.SandboxError`, also if the tests do not run in an untouched sandbox.
         """
         async with self._untouched(task) as sandbox:
             seen = await _read_modules(sandbox, _test_checks(task))
         return (await self._planner(task, seen, math.inf)).guarded
 
     async def _grade(self, task: Task, left: Sequence[Entry] | None, timeout_s: float, *, submitted: float) -> Grade:
-        """Grade of what an agent ``left`` (``None``: what cannot be carried), if ``timeout_s`` is enough for a run of
-        the tests.
+        """Grade of the files that an agent ``left`` (``None``: they cannot be copied), if ``timeout_s`` is enough for a
+        run of the tests.
 
         Raises :class:`_TooSlow`.
         """
@@ -210,7 +210,7 @@ class HiddenTestGrader:
         return Grade(value=float(submitted == 1.0 and findings.is_proved(checks)), parts=parts)
 
     async def _examine(self, task: Task, base: Sandbox, seen: Mapping[str, str], timeout_s: float) -> "Findings":
-        """Run one plan after another, as long as all is well; ``seen`` are the test modules that the agent had."""
+        """Run the plans in order until one fails; ``seen`` are the test modules that the agent had."""
         checks = _test_checks(task)
         if not checks.probes and not (await self._planner(task, seen, timeout_s)).guarded:
             raise SandboxError(f"task {task.task_id}: none of its tests can have a canary, and it has no probe")
@@ -242,8 +242,8 @@ class HiddenTestGrader:
     async def _check_sound(self, task: Task, timeout_s: float, *, has_time: bool) -> Untouched:
         """Raise :class:`~etude.errors.SandboxError` unless the tests run in an untouched sandbox.
 
-        :class:`_TooSlow` if they take longer there than ``timeout_s``. Asked once per task; without ``has_time``
-        always, since a machine may be too busy now.
+        :class:`_TooSlow` if they take longer there than ``timeout_s``. Checked once per task; always if not
+        ``has_time``, since the machine may be too busy now.
         """
         if has_time and task.task_id in self._sound:
             return self._sound[task.task_id]
@@ -252,7 +252,7 @@ class HiddenTestGrader:
         async with self._untouched(task) as sandbox:
             try:
                 report = await _run(sandbox, task, HiddenTestPlan(), longest_s)
-            except AgentFault as fault:  # where no agent was
+            except AgentFault as fault:  # no agent has been here
                 raise SandboxError(f"the sandbox of task {task.task_id} is too small for its tests: {fault}") from fault
         others = checks.must_pass[checks.about :]
         in_time = report.ended and not report.result.timed_out
@@ -302,14 +302,14 @@ class Findings:
     passed: frozenset[str]
     """Node ids that passed wherever they were real."""
     probed: int = 0
-    """Calls of probes that returned what they should."""
+    """Probe calls that returned the expected value."""
     canaries: int = 0
-    """Canaries that were run."""
+    """Number of canaries that were run."""
     cheated: frozenset[str] = frozenset()
     """Node ids whose canaries passed, as they themselves did."""
 
     def with_run(self, plan: HiddenTestPlan, report: Report) -> "Findings":
-        """Findings after another run. One that did not even start has proved nothing, so nothing passed."""
+        """Findings after another run. A run that did not start proves nothing, so it has no passed test."""
         return replace(
             self,
             passed=self.passed - (plan.real - report.passed) if report.started else frozenset(),
@@ -340,9 +340,8 @@ async def _artefacts(sandbox: Sandbox, task: Task) -> tuple[Entry, ...]:
 
 
 async def _prepare(base: Sandbox, checks: TestChecks, original: Sequence[Entry], agents: Sequence[Entry]) -> int:
-    """Put the agent's files into an untouched sandbox; returns how many were left behind.
-
-    ``ValueError`` for files that cannot be there.
+    """Put the agent's files into an untouched sandbox; returns the number of files left out. ``ValueError`` for files
+    that cannot be written there.
     """
     ground = Ground.of((*checks.files, *map(module_of, checks.must_pass)), checks.command)
     carried = carry(original, agents, ground)
@@ -378,7 +377,7 @@ async def _run(sandbox: Sandbox, task: Task, plan: HiddenTestPlan, timeout_s: fl
 
 
 async def _probe(base: Sandbox, checks: TestChecks, timeout_s: float) -> int:
-    """Count the calls of probes that return what they should, in a fork that has no test."""
+    """Count the probe calls that return the expected value, in a fork without tests."""
     (fork,) = await base.fork()
     try:
         return await count_passed(fork, checks.probes, timeout_s)
@@ -387,7 +386,7 @@ async def _probe(base: Sandbox, checks: TestChecks, timeout_s: float) -> int:
 
 
 async def _read_modules(base: Sandbox, checks: TestChecks) -> dict[str, str]:
-    """The modules that an agent finds where the hidden ones will be; and see that the sandbox can be probed."""
+    """Read the modules that an agent finds at the paths of the hidden ones; check that the sandbox can run probes."""
     seen: dict[str, str] = {}
     for path in checks.files:
         with suppress(ValueError):

@@ -1,15 +1,15 @@
-"""The grader of database migrations: queries after the migration must return, or be refused, as expected.
+"""The grader of database migrations: queries after the migration must return the expected rows or errors.
 
     agent's sandbox ──migration.sql, as text──▶ a new sandbox ── unseen rows ── migration ── questions
 
-Only the migration is taken over. It is applied to a fresh copy of the database, with rows that the agent has not seen,
-as the role that owns it and has no other rights; questions are asked by a role that did not exist when it ran. Names in
-a question mean PostgreSQL's own functions, operators, casts and catalogues and nothing that the migration made: tables
-are named with their schema, settings of the database are cleared and pinned, and pinned again after each setup, which
-may have fired triggers. Each question has a connection and a transaction of its own, which is rolled back.
+Only the migration is copied. It is applied to a fresh copy of the database, with rows that the agent has not seen, as
+the role that owns the database and has no other rights; queries are run by a role that did not exist when it ran. Names
+in a query refer to PostgreSQL's own functions, operators, casts and catalogues, never to objects that the migration
+made: tables are named with their schema, settings of the database are cleared and pinned, and pinned again after each
+setup, which may fire triggers. Each query has its own connection and transaction, which is rolled back.
 
-Owns the order of things and the verdict. Messages are :mod:`etude.rewards.graders.postgres_client`'s, databases
-:mod:`etude.sandboxes.services`', what is asked is the task's.
+Owns the order of the steps and the verdict. :mod:`etude.rewards.graders.postgres_client` has the protocol,
+:mod:`etude.sandboxes.services` the databases, the task the queries.
 """
 
 import inspect
@@ -29,14 +29,16 @@ from etude.sandboxes.services import DATABASE, OWNER, SOCKETS, SUPERUSER, Servic
 from etude.types import Json, Query, QueryChecks, Task
 
 MIGRATION_CHARACTERS = 1 << 18
-"""A hundred times what a migration takes; a longer one is not applied."""
+"""Limit of a migration, a hundred times a usual one; a longer one is not applied."""
 MIGRATION_TIMEOUT_S = 30.0
-"""A thousand times what a right migration of a task takes."""
+"""Time limit, a thousand times that of a correct migration."""
 QUESTION_TIMEOUT_S = 5.0
 GRACE_S = 20.0
-"""Beyond the steps' own deadlines: for the client to start and to write its answers."""
+"""Time beyond the steps' own deadlines, for the client to start and to write its answers."""
 ATTEMPTS = 2
-"""A server that dies under a migration may have died of something else; one that dies twice has died of it."""
+"""Number of tries: a server that crashes once may have another cause; if it crashes twice, the migration is the
+cause.
+"""
 SERVER_GONE = frozenset({LOST, "57P01", "57P02", "57P03"})
 """States that say that no server answers: a broken connection, a shutdown, a crash, a recovery."""
 
@@ -55,9 +57,9 @@ PINNED = {
     "client_min_messages": "error",
     "statement_timeout": f"{QUESTION_TIMEOUT_S:.0f}s",
 }
-"""Settings of the asker; those that a session starts with outrank those of the database."""
+"""Settings of the querying session; they override those of the database."""
 PIN = "SELECT " + ", ".join(f"pg_catalog.set_config('{name}', '{value}', true)" for name, value in PINNED.items())
-"""Again, after SQL that may have run functions of the migration's: they can change settings, too."""
+"""Pin again after SQL that may have run functions of the migration, which can change settings."""
 NOW = "SET CONSTRAINTS ALL IMMEDIATE"
 """Check of deferred constraints at once."""
 
@@ -68,13 +70,13 @@ class MigrationResult:
 
     applied: bool
     right: int
-    """Questions with the right answer."""
+    """Queries with the correct answer."""
     gone: bool
-    """True if the server died on the way."""
+    """True if the server crashed meanwhile."""
 
 
 class QueryGrader:
-    """Rewards 1 for a submitted migration after which every question has the right answer.
+    """Rewards 1 for a submitted migration after which every query has the correct answer.
 
     Implements :class:`~etude.protocols.Grader` for tasks with :class:`~etude.types.QueryChecks`.
     """
@@ -82,7 +84,7 @@ class QueryGrader:
     def __init__(
         self, sandboxes: ServicedSandboxes, *, spec_of: Callable[[EnvironmentSpec], SandboxSpec] = sandbox_spec
     ) -> None:
-        """``sandboxes`` stays the caller's to close; ``spec_of`` knows the images that sandboxes refer to."""
+        """The caller closes ``sandboxes``; ``spec_of`` resolves the images of sandboxes."""
         self._sandboxes = sandboxes
         self._spec_of = spec_of
 
@@ -129,8 +131,8 @@ class QueryGrader:
 
 
 def steps_before(checks: QueryChecks) -> list[QueryStep]:
-    """The steps before the migration, on a fresh database: replace its rows by unseen ones, and see that the server
-    makes roles, so that who keeps it from doing so later is known.
+    """The steps before the migration, on a fresh database: replace its rows by unseen ones, and check that the server
+    can create roles, so that a later failure is attributable to the migration.
     """
     settings = PINNED | {"search_path": "public", "statement_timeout": "0"}
     role = [_role("trial"), "DROP ROLE trial"]
@@ -159,8 +161,8 @@ def migration_steps(checks: QueryChecks, migration: str, asker: str) -> list[Que
 
 
 def check_ours(answers: Sequence[dict[str, Json]] | None) -> None:
-    """Raise :class:`~etude.errors.SandboxError` unless :func:`steps_before` succeeded: no migration has run yet, so
-    whatever is wrong is wrong with the sandbox or the task.
+    """Raise :class:`~etude.errors.SandboxError` unless :func:`steps_before` succeeded: no migration has run yet, so any
+    fault is that of the sandbox or the task.
     """
     if not answers:
         raise SandboxError("a grading sandbox could not ask its database: is python3 in its base system?")
@@ -173,8 +175,7 @@ def check_ours(answers: Sequence[dict[str, Json]] | None) -> None:
 def judge(checks: QueryChecks, answers: Sequence[dict[str, Json]] | None) -> MigrationResult:
     """The result in the answers to :func:`migration_steps`; ``None`` stands for a client that died early.
 
-    Where the role that asks cannot be made any more, the server is as good as dead: a migration may have filled its
-    disk.
+    If the querying role can no longer be created, the server counts as crashed: a migration may have filled its disk.
     """
     gone = not answers or any(answer["state"] in SERVER_GONE for answer in answers)
     if not answers or gone or answers[0]["state"] or answers[0]["open"]:
@@ -187,7 +188,7 @@ def judge(checks: QueryChecks, answers: Sequence[dict[str, Json]] | None) -> Mig
 
 
 def is_right(query: Query, answer: dict[str, Json]) -> bool:
-    """True if a question was answered with the rows, or refused for the reason, that it should be."""
+    """True if a query returned the expected rows or the expected error."""
     if query.fails_with:
         return answer["state"] == query.fails_with and answer["done"] == len(_question(query)) - 1
     rows: Json = [list(row) for row in query.rows]
@@ -195,7 +196,7 @@ def is_right(query: Query, answer: dict[str, Json]) -> bool:
 
 
 def _question(query: Query) -> list[str]:
-    """The scripts of one question; the last one asks."""
+    """The scripts of one query; the last one is the query itself."""
     setup = [f"{query.setup}\n;{NOW};{PIN}"] if query.setup else []
     return ["BEGIN", *setup, f"{query.sql}\n;{NOW}"]
 
@@ -214,7 +215,7 @@ def _step(
 
 
 async def _answers(sandbox: Sandbox, steps: Sequence[QueryStep]) -> list[dict[str, Json]] | None:
-    """The answers to some steps, or ``None`` if the client in there did not live to write them all."""
+    """The answers to some steps, or ``None`` if the client in the sandbox ended before it wrote all of them."""
     file = f".answers-{secrets.token_hex(8)}"
     timeout_s = sum(step["timeout_s"] for step in steps) + GRACE_S
     command = ["python3", "-I", "-S", "-c", inspect.getsource(postgres_client), SOCKETS, file]

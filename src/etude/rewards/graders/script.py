@@ -1,31 +1,30 @@
-"""The grader of tasks with a verifier of their own: a program that writes a reward file (Harbor).
+"""The grader of tasks that bring a verifier: a program that writes a reward file (Harbor).
 
     agent's sandbox ──export──▶ declared artefacts ──load──▶ fresh sandbox of the same image, as root     (for each run)
-                                                            ├── reward files cleared, /tests put in place
-                                                            ├── verifier, with its own deadline
-                                                            ├── what it left running is killed
+                                                            ├── reward files cleared, /tests written
+                                                            ├── verifier, with a time limit
+                                                            ├── its remaining processes are killed
                                                             └── /logs/verifier/reward.json or reward.txt
 
-The agent has never been where it is graded; of its sandbox the verifier sees the artefacts alone, as it left them:
-what it deleted of them is deleted there, too, and links that lead elsewhere are left behind. What the verifier prints
+The agent never enters the sandbox in which it is graded. The verifier sees only the artefacts of the agent's sandbox:
+files that the agent deleted are deleted there, too, and links that lead elsewhere are left out. The verifier's output
 is its log, never a verdict.
 
-Who is to blame for a verifier that crashes, hangs or writes no reward? Once per task the verifier is run in a sandbox
-that no agent has touched. If it gives no verdict there, it is broken: :class:`~etude.errors.SandboxError` with its log,
-and the task is to be set aside. If it does, what differs is the agent's work: it is graded once more, and when there is
-no verdict again the reward is 0 with the part ``verified`` at 0. So no agent gains by breaking the verifier, and none
-pays for a verifier that was broken before.
+If a verifier crashes, hangs or writes no reward, the cause is found like this: once per task the verifier runs in a
+sandbox that no agent has touched. If it gives no verdict there, it is broken: :class:`~etude.errors.SandboxError` with
+its log, and the task is to be set aside. If it does, the agent's work is the cause: it is graded once more, and if
+there is no verdict again the reward is 0 with the part ``verified`` at 0. So no agent gains by breaking the verifier,
+and none loses by a verifier that was already broken.
 
-A verdict is as good as its verifier: one that runs the agent's code as root, or in its own process, can be told
-anything by it. ``/tests`` and ``/logs`` are root's alone to write, and the working folder is the user
-``agent``'s, so a verifier that runs what the agent left as ``agent`` keeps its word to itself.
+A verdict is only as good as its verifier: if it runs the agent's code as root or in its own process, that code can
+forge the verdict. Only root can write ``/tests`` and ``/logs``, and the user ``agent`` owns the working folder, so a
+verifier that runs the agent's code as ``agent`` is protected.
 
-Where the verifier runs tests, a task may name a file of them as *canary*: whatever is rewarded is then verified again,
-each time in another fresh sandbox, as it was or with a test made to fail (:mod:`etude.rewards.graders.canaries`), by a
-coin that falls on either side. It must be paid the same for the one, and less, by a step of what the task pays, for the
-other. Code that cannot tell which is which, and would be paid all the same, is right one time in 2^runs − 1, and gets 0
-else.
-:class:`~etude.types.TestChecks` are the stronger form.
+If the verifier runs tests, a task may name a test file as *canary*. Rewarded work is then verified again several times,
+each time in a fresh sandbox, with the tests either unchanged or with one made to fail
+(:mod:`etude.rewards.graders.canaries`), at random. It must get the same reward in the first case, and in the second one
+at least one step of the task's rewards less. Code that cannot tell the cases apart, yet always forges a reward, passes
+one time in 2^runs − 1; otherwise it gets 0. :class:`~etude.types.TestChecks` are the stronger form.
 """
 
 import asyncio
@@ -59,9 +58,9 @@ REWARD_LIMIT_CHARACTERS = 64 << 10
 PARTS_LIMIT, NAME_LIMIT_CHARACTERS = 64, 100
 """Limits of a reward's parts, and of the name of one."""
 ARTEFACT_LIMIT_BYTES = 128 << 20
-"""Limit of what a sandbox exports: as much as every provider does, a virtual machine among them."""
+"""Limit of an export from a sandbox: the size that every provider supports, including virtual machines."""
 PREPARE_TIMEOUT_S = 60.0
-"""For a sandbox to be made ready; removing a large working folder takes a while."""
+"""Time to prepare a sandbox; removing a large working folder takes a while."""
 GRACE_S = 300.0
 """Life of a sandbox beyond its verifier."""
 LOG_CHARACTERS = 2000
@@ -69,18 +68,19 @@ LOG_CHARACTERS = 2000
 SIGNALS = range(129, 129 + 64)
 """Exit codes of a program that a signal ended."""
 CANARY_RUNS = 4
-"""Runs of a verifier with a canary over work that it rewarded; :class:`~etude.types.ScriptChecks` has time for them."""
+"""Repeated runs of a verifier with a canary after a reward; :class:`~etude.types.ScriptChecks` reserves time for them.
+"""
 ROUNDING = 1e-6
-"""Largest distance of a reward that was written as a decimal from the one that the task names."""
+"""Largest difference between a reward written as a decimal and the one that the task names."""
 REMEMBERED_TASKS = 4096
-"""Tasks whose verifiers' standing is remembered."""
+"""Number of tasks for which the check of the verifier is cached."""
 OPEN_GIT: Mapping[str, str] = MappingProxyType(
     {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
 )
-"""Lets git work in a folder of the agent's, as the root of a sandbox that ends with the verdict."""
+"""Lets git, run as root, work in the agent's folder; acceptable because the sandbox ends with the verdict."""
 IMAGE_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt", "etc")
-"""Targets of links among the artefacts, beside the working folder: the image's own files, which the agent could
-read all along. Not to ``/tests``, where the right answers are, nor to ``/proc``, where a verifier's command line is.
+"""Allowed targets of links among the artefacts, beside the working folder: the image's own files, which the agent could
+read anyway. Not ``/tests``, which has the correct answers, nor ``/proc``, which has the verifier's command line.
 """
 TEST = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
 """A test of a module that belongs to no class."""
@@ -96,7 +96,7 @@ PREPARE = f"""
 umask 022 && rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS} /logs/agent /logs/artifacts && chmod 755 /logs || exit 1
 chown -R -h "$0" .
 """
-"""The verifier's folders are root's, and what the agent left is the agent's."""
+"""Shell script: root owns the verifier's folders, and the agent owns its work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +120,9 @@ class ScriptGrader:
     """Runs verifiers of :class:`~etude.types.ScriptChecks`; implements :class:`~etude.protocols.Grader`."""
 
     def __init__(self, sandboxes: SandboxProvider, images: Images, *, rng: random.Random | None = None) -> None:
-        """``sandboxes`` stay the caller's to close; they must be ``CONFINED``, for verifiers live in ``/tests``.
+        """The caller closes ``sandboxes``; they must be ``CONFINED``, because verifiers are in ``/tests``.
 
-        ``rng`` draws canaries (default: the system's own randomness).
+        ``rng`` draws canaries (default: the system's randomness).
         """
         self._sandboxes = sandboxes
         self._images = images
@@ -132,11 +132,11 @@ class ScriptGrader:
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """The verifier's verdict on the artefacts, whether or not the agent submitted them.
 
-        Parts: ``verified``, 0 when the agent's work left the verifier without a verdict; ``submitted``, 0 or 1;
-        ``cheat_canary``, 1 when a failing test made no difference; ``repeated``, 0 when the same test did; and what the
-        reward file has beside ``reward``.
-        Raises :class:`~etude.errors.SandboxError` for a verifier that does not work without the agent either, and
-        :class:`~etude.errors.ConfigError` for an image that is gone or a canary that has no test.
+        Parts: ``verified``, 0 if the agent's work made the verifier fail; ``submitted``, 0 or 1; ``cheat_canary``, 1
+        when a failing test made no difference; ``repeated``, 0 when the unchanged tests gave another reward; and the
+        other entries of the reward file beside ``reward``. Raises :class:`~etude.errors.SandboxError` if the verifier
+        does not work without the agent either, and :class:`~etude.errors.ConfigError` for a missing image or a canary
+        file without a test.
         """
         checks = _script_checks(task)
         artefacts = await self._export(task, checks, sandbox)
@@ -154,8 +154,8 @@ class ScriptGrader:
     async def _doubt(
         self, task: Task, checks: ScriptChecks, artefacts: bytes | NoReward, value: float
     ) -> Mapping[str, float]:
-        """Parts that say why a verdict of ``value`` is not believed; none: it is."""
-        twins = self._rng.randrange(1, 1 << CANARY_RUNS)  # one at least
+        """Parts with the reason why a verdict of ``value`` is rejected; empty if it is accepted."""
+        twins = self._rng.randrange(1, 1 << CANARY_RUNS)  # at least one
         for run in range(CANARY_RUNS):
             is_twin = bool(twins >> run & 1)
             verifier = failing_twin(checks, self._rng) if is_twin else checks
@@ -191,7 +191,7 @@ class ScriptGrader:
             )
 
     async def _export(self, task: Task, checks: ScriptChecks, sandbox: Sandbox) -> bytes | NoReward:
-        """The artefacts of ``sandbox``, once for all runs: it need not live as long as they take."""
+        """The artefacts of ``sandbox``, exported once for all runs, so that it may close before they end."""
         try:
             tar = await sandbox.export(checks.artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES)
             return await asyncio.to_thread(without_far_links, tar, (task.environment or EnvironmentSpec()).workdir)
@@ -222,7 +222,7 @@ class ScriptGrader:
 
 
 class _UntouchedRun:
-    """Result of one task's verifier where no agent has been; ``None`` before it was run."""
+    """Result of one task's verifier in an untouched sandbox; ``None`` before it is run."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -232,7 +232,7 @@ class _UntouchedRun:
 def failing_twin(checks: ScriptChecks, rng: random.Random) -> ScriptChecks:
     """The verifier with one random canary test changed so that it must fail.
 
-    Raises :class:`~etude.errors.ConfigError` for a file that is not there, or has no such test.
+    Raises :class:`~etude.errors.ConfigError` if the file is missing or has no such test.
     """
     path = checks.canary
     text = checks.files.get(path, "")
@@ -247,7 +247,7 @@ def failing_twin(checks: ScriptChecks, rng: random.Random) -> ScriptChecks:
 
 
 def _paid(verdict: VerifierReward | NoReward, rewards: Sequence[float]) -> VerifierReward | NoReward:
-    """A verdict of exactly one of the rewards that a task pays; of anything else there is none."""
+    """The verdict, if its value is one of the rewards that the task pays; otherwise ``NoReward``."""
     if isinstance(verdict, NoReward):
         return verdict
     nearest = min(rewards, key=lambda reward: abs(reward - verdict.value))
@@ -260,10 +260,10 @@ def _paid(verdict: VerifierReward | NoReward, rewards: Sequence[float]) -> Verif
 
 
 def without_far_links(tar: bytes, workdir: str) -> bytes:
-    """Drop artefacts that are links to neither the working folder nor the image's own files.
+    """Drop links among the artefacts that lead to neither the working folder nor the image's own files.
 
-    Folders above an archived link are folders, so leading ``..`` mean what they say; anywhere else they could climb out
-    of a folder that is a link itself. Raises ``ValueError`` for a tar that is none.
+    The parents of an archived link are real folders, so leading ``..`` are safe; elsewhere in a path they could leave a
+    folder that is itself a link. Raises ``ValueError`` if ``tar`` is not a tar archive.
     """
     entries = read_archive(tar)
     near = [entry for entry in entries if entry.kind is not EntryKind.LINK or _leads_near(entry, workdir)]
@@ -286,8 +286,8 @@ def _leads_near(link: Entry, workdir: str) -> bool:
 def read_reward(json_text: str | None, text: str | None) -> VerifierReward:
     """Parse a verifier's reward files; ``None`` stands for a missing one.
 
-    A number from 0 to 1, or an object of such numbers: ``reward`` is the value, or the only one there is, the others
-    are parts. Raises ``ValueError`` with the reason for anything else.
+    A number from 0 to 1, or an object of such numbers: the value is ``reward`` or the only entry; other entries are
+    parts. Raises ``ValueError`` with the reason for anything else.
     """
     written = text if json_text is None else json_text
     if written is None:

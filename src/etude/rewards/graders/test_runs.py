@@ -1,25 +1,25 @@
 """Hidden test plans and test runs, canaries included. Pure.
 
     real plan        every test as it is                                 all of them have to pass
-    canary-only      no agent's code: which tests run at all             (an untouched sandbox)
-    mixed plans      each guarded test a canary by a coin of its own     canaries must not pass, all others have to
+    canary-only      without the agent's code: finds tests that run      (an untouched sandbox)
+    mixed plans      each guarded test is a canary at random             canaries must not pass, all others have to
 
-Guarded are tests that the agent cannot know and that fail without its work, every row of them: what passes anyway, or
-was seen before, would tell by failing that it is a canary. They are as they were in every plan. Each plan is run in a
-fresh sandbox, so that no two can be compared; tests have the same names and places in all of them.
+Guarded tests are those that the agent cannot know and that fail in every row without its work: a test that passes
+anyway, or that the agent has seen, would reveal by failing that it is a canary. Other tests are unchanged in every
+plan. Each plan runs in a fresh sandbox, so that no two can be compared; tests have the same names and places in all of
+them.
 
-Code that passes what it cannot do has to say of every such test whether it is real, and sees nothing that depends on
-it: r tests and p mixed plans leave one chance in 2^(r·p), where r counts guarded tests that it cannot do itself. A
-canary fails where nothing but assertions is left to be done, so that what comes after it finds what it always finds
-(:mod:`etude.rewards.graders.canaries`).
+Code that passes tests without solving them has to guess for each whether it is real: with r guarded tests that it
+cannot solve and p mixed plans, the chance is one in 2^(r·p). A canary fails at a point where only assertions follow, so
+that later tests find the usual state (:mod:`etude.rewards.graders.canaries`).
 
     grader ──secret──▶ stdin of pytest ──▶ REPORTER (a plugin) ──one mark per passed test──▶ stdout ──▶ grader
 
-The reporter is the first plugin to be imported: it reads the secret, takes the process's stdout for itself and gives
-everything else stderr in its place. What the code under test prints is therefore not read at all. A mark is a keyed
-digest of a node id, with its parameters and without; a test that has none did not pass. Ending the process early can
-only take marks away. Code under test that is imported into the same process can find secret and pipe there, as it can
-change everything else in that process: marks prove nothing alone, canaries make them trustworthy, which must have none.
+The reporter is the first plugin to be imported: it reads the secret, keeps the process's stdout for itself and replaces
+it with stderr for all other code. So the output of the code under test is not read at all. A mark is a keyed digest of
+a node id, with and without its parameters; a test without a mark did not pass. Ending the process early can only lose
+marks. Code under test that is imported into the same process can find secret and pipe there, as it can change
+everything else in that process: marks alone prove nothing. Canaries, which must have no mark, make them trustworthy.
 """
 
 import hashlib
@@ -34,11 +34,11 @@ from etude.protocols import ExecResult
 from etude.rewards.graders.canaries import Alteration, SiteKind, TestSource
 
 COINS = 12
-"""Thrown at least in all mixed plans, so that who can do no test at all passes one time in 4,096."""
+"""Least number of random choices over all mixed plans: code that solves no test passes one time in 4,096."""
 LEAST_MIXED_PLANS = 3
-"""So that who lacks a single test of many passes one time in eight."""
+"""Least number of mixed plans: code that fails to solve one test of many passes one time in eight."""
 MOST_MIXED_PLANS = 6
-"""The most that :class:`~etude.types.TestChecks` have time for."""
+"""Largest number of mixed plans: :class:`~etude.types.TestChecks` have no time for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class HiddenTestPlan:
     """The tests of one test run."""
 
     files: Mapping[str, str] = field(default_factory=dict)
-    """Test modules that are not as they were: path → source."""
+    """Changed test modules: path → source."""
     real: frozenset[str] = frozenset()
     """Node ids that have to pass."""
     canaries: frozenset[str] = frozenset()
-    """Node ids that must not pass; without parameters where none of a test's may."""
+    """Node ids that must not pass; without parameters if no case of the test may pass."""
 
 
 class HiddenTestPlanner:
@@ -66,10 +66,11 @@ class HiddenTestPlanner:
         seen: Mapping[str, str] | None = None,
         idle: Collection[str] = (),
     ) -> None:
-        """``sources`` are the hidden test modules by path; those that are no Python have no canaries.
+        """``sources`` are the hidden test modules by path; those that are not valid Python have no canaries.
 
-        The first ``about`` of ``must_pass`` are what the task is about. ``seen`` are the modules that the agent had in
-        their places. ``idle`` are node ids, without parameters, of which something passes in an untouched sandbox.
+        The first ``about`` tests of ``must_pass`` specify the task. ``seen`` are the modules that the agent had at
+        these paths. ``idle`` are node ids, without parameters, of tests with a case that passes in an untouched
+        sandbox.
         """
         self._rng = rng
         self._must_pass = tuple(must_pass)
@@ -93,7 +94,7 @@ class HiddenTestPlanner:
         return HiddenTestPlan(real=frozenset(self._must_pass))
 
     def mixed(self) -> HiddenTestPlan:
-        """Each guarded test is real or a canary, whatever the others are."""
+        """A plan in which each guarded test is real or a canary, independently of the others."""
         changes: dict[str, list[Alteration]] = {path: [] for path in self._modules}
         canaries: set[str] = set()
         replaced: set[str] = set()
@@ -122,8 +123,8 @@ class _Module:
 def _modules(
     sources: Mapping[str, str], about: Sequence[str], telling: Collection[str], seen: Mapping[str, str]
 ) -> Iterator[tuple[str, _Module]]:
-    """The modules with their guarded tests; ``telling`` are names of tests that would tell what they are, as would one
-    that runs the same function, inherited from the same class.
+    """The modules with their guarded tests. ``telling`` are names of tests that would reveal whether they are canaries;
+    so would another test that runs the same function, inherited from the same class.
     """
     for path in dict.fromkeys(map(module_of, about)):
         try:
@@ -147,7 +148,7 @@ def _modules(
 
 
 def _texts(text: str) -> frozenset[str]:
-    """The functions of a module, as they are written."""
+    """The source texts of a module's functions."""
     try:
         source = TestSource(text)
     except ValueError:
@@ -171,11 +172,11 @@ def name_of(node: str) -> str:
 
 
 MARK_BYTES = 6
-"""Size of a digest: among thousands of tests no two are alike, but by one chance in millions."""
+"""Size of a digest: among thousands of tests, the chance of a collision is one in millions."""
 REPORT_LIMIT = 2500
-"""Tests of one run whose marks fit into the 64 KiB that are kept of a command's output."""
+"""Largest number of tests of one run: their marks fit into the 64 KiB of a command's output that are stored."""
 STARTED, ENDED = "started", "ended"
-"""Marks besides those of tests: the reporter was there before, and after, all of them."""
+"""Additional marks: the reporter ran before, and after, all tests."""
 
 TAIL_LETTERS = 600
 """Limit of a failed run's output in a message."""
@@ -184,8 +185,8 @@ ENVIRONMENT = MappingProxyType({"PYTHONDONTWRITEBYTECODE": "1"})
 OPTIONS = (
     *("-p", "no:cacheprovider", "--continue-on-collection-errors", "--maxfail=0", "--rootdir=.", "--tb=short", "-q"),
 )
-"""Options of every run: node ids begin at the working folder, a module that cannot be imported is one that fails, and
-the first failure, of a canary perhaps, is not the end.
+"""Options of every run: node ids are relative to the working folder, a module that cannot be imported counts as failed,
+and a failure, perhaps of a canary, does not end the run.
 """
 
 REPORTER = f'''\
@@ -239,7 +240,7 @@ def _reporter():
 globals().update(_reporter())
 del _open, _reporter
 '''
-"""The plugin's source. In a worker of pytest-xdist it does nothing: its controller reports the tests."""
+"""The plugin's source. It does nothing in a worker of pytest-xdist: the controller reports the tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,17 +251,17 @@ class HiddenTestRun:
     paths: Sequence[str]
     """Test modules."""
     name: str = field(default_factory=lambda: "_" + secrets.token_hex(6))
-    """Name of the plugin, and of the hidden folder below the working folder that it lies in."""
+    """Name of the plugin, and of its hidden folder in the working folder."""
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Files that have to be written before."""
+        """Files that have to be written before the run."""
         return {f".{self.name}/{self.name}.py": REPORTER}
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The whole command line; the shell keeps the ``PYTHONPATH`` that the sandbox has."""
+        """The whole command line; the shell preserves the ``PYTHONPATH`` of the sandbox."""
         search = f'PYTHONPATH=".{self.name}${{PYTHONPATH:+:$PYTHONPATH}}" exec "$@"'
         return ("sh", "-c", search, "sh", *self.command, "-p", self.name, *OPTIONS, *self.paths)
 
@@ -286,12 +287,12 @@ class Report:
     passed: frozenset[str]
     """Node ids."""
     started: bool
-    """The reporter was loaded."""
+    """True if the reporter was loaded."""
     ended: bool
-    """pytest came to its own end."""
+    """True if pytest ended by itself."""
     result: ExecResult
 
     @property
     def tail(self) -> str:
-        """The end of what was printed, for people."""
+        """The end of the output, for people."""
         return self.result.stderr.strip()[-TAIL_LETTERS:]

@@ -2,16 +2,15 @@
 
     reserve the most that a call can take ──▶ call ──▶ settle what it took; the rest is free again
 
-Because the most is set aside first, a limit is never overstepped, however many calls are under way. Most calls take
-far less, so one for which there is not enough waits until those under way have settled, and is turned down only where
-what they give back could not be enough either: what that costs is that the last bit of a budget cannot be spent. A
-rollout's budget is a portion of the run's. Several processes know of each other what was settled: together they may
-overstep by what is under way in the others. When a budget is empty the judge is *unavailable*, as when it is down:
-nothing is worth zero for it.
+Because the maximum is reserved first, a limit is never exceeded by any number of concurrent calls. Most calls use far
+less, so a call without enough budget waits until calls in progress have settled, and is rejected only if their releases
+could not be enough either: the cost is that the last part of a budget cannot be spent. A rollout's budget is a portion
+of the run's. Processes know each other's settled spending: together they may exceed the limit by the calls in progress
+elsewhere. When a budget is empty the judge is *unavailable*, as when it is down: no rollout gets a zero for that.
 
-Spend and pause are files of the run folder, so that a restarted process begins neither with a full budget nor with a
-judge that raised an alarm. Each process that judges has a spend file of its own and reads those of the others; the
-pause is one for all, and a person removes it. Both are written whole and renamed into place.
+Spend and pause are files of the run folder, so that a restarted process neither starts with a full budget nor uses a
+judge that raised an alarm. Each judging process has its own spend file and reads those of the others; all share one
+pause file, which a person removes. Both are written atomically.
 """
 
 from dataclasses import asdict, dataclass
@@ -108,7 +107,7 @@ class JudgeBudget:
         return JudgeBudget(allowance, self._prices, out_of=self)
 
     def reserve(self, most: Spend) -> bool:
-        """Set aside the most that is about to be used; false, and nothing is, where there is not enough now."""
+        """Reserve the most that a call may use; false, without a reservation, if there is not enough now."""
         whole = self.spent + self.elsewhere + self._reserved + most
         fits = self._allowance.holds(whole, self._prices)
         if not fits or (self._out_of is not None and not self._out_of.reserve(most)):
@@ -117,7 +116,7 @@ class JudgeBudget:
         return True
 
     def shortage(self, most: Spend) -> str:
-        """Reason why so much cannot be set aside, even if all that is set aside comes back; empty: it could be then."""
+        """Reason why so much cannot be reserved even after all reservations are released; empty if it could be."""
         spent = self.spent + self.elsewhere
         if not self._allowance.holds(spent + most, self._prices):
             return (
@@ -127,7 +126,7 @@ class JudgeBudget:
         return "" if self._out_of is None else self._out_of.shortage(most)
 
     def settle(self, most: Spend, used: Spend) -> None:
-        """Release the ``most`` that was set aside, and take off what was really ``used`` of it."""
+        """Release the reservation ``most``, and charge the actual use ``used``."""
         self._reserved -= most
         self.spent += used
         if self._out_of is not None:
@@ -143,7 +142,7 @@ class SpendFile:
     """Saves a :class:`~etude.rewards.judge.budget.Spend` to a file; with ``None`` nothing is saved."""
 
     def __init__(self, folder: Path | None, worker_id: int = 0) -> None:
-        """``worker_id`` tells the processes of a run from each other."""
+        """``worker_id`` distinguishes the processes of a run."""
         self._folder = folder
         self._name = f"judge-spend-{worker_id}.json"
 
@@ -192,6 +191,6 @@ class JudgePause:
 
     def begin(self, why: str) -> None:
         """Pause from now on."""
-        fresh = self._file.with_name(f"{self._file.name}.{uuid4().hex}")  # several processes may hear of it at once
+        fresh = self._file.with_name(f"{self._file.name}.{uuid4().hex}")  # several processes may begin it at once
         fresh.write_text(why, encoding="utf-8", errors="replace")
         fresh.replace(self._file)

@@ -3,24 +3,25 @@
     items (JSON lines: task, work, label, author) ─┐
     the judgement of each ─────────────────────────┴─▶ agreement, bias ──▶ report, good for one fingerprint
 
-A run trusts a judge whose report is about the very fingerprint it would use and whose agreement reaches
-``judge.min_agreement``. What counts is the *lower end* of the interval of Cohen's weighted kappa: a set that is too
-small to tell fails by itself. The report carries the items, so that a run can judge some of them again.
+A run trusts a judge if its report has the same fingerprint and its agreement reaches ``judge.min_agreement``. Agreement
+is the *lower end* of the interval of Cohen's weighted kappa, so a set that is too small fails automatically. The report
+contains the items, so that a run can judge some of them again.
 
     κ_w = 1 − Σ w_ij O_ij / Σ w_ij E_ij,   w_ij = (i − j)²
-    O: observed shares of (label, score), E: those of two raters who never looked, each with its own habits
+    O: observed shares of (label, score), E: those of two independent raters with the same marginals
 
 (Cohen, *Weighted kappa*, Psychological Bulletin 1968; intervals by the percentile bootstrap, Efron 1979: items are
-drawn again with replacement.) Legend: N items, B bootstrap draws; a function of [..., N] works on any number of draws.
+resampled with replacement.) Legend: N items, B bootstrap draws; a function of [..., N] works on any number of draws.
 
     every N judgements ──▶ an item of the calibration set is judged again ──▶ hit or miss ──▶ CUSUM ──▶ alarm
 
-A hosted model may be exchanged behind its name. The name that it gives itself is compared, and beside that its scores:
-S ← max(0, S + log-likelihood ratio of the outcome under "agreement fell by a fifth" against "agreement as calibrated"),
-and an alarm where S reaches ln(mean distance of false alarms). (Page, *Continuous inspection schemes*, Biometrika 1954;
-that the distance is at least e^h is Lorden's bound, Ann. Math. Statist. 1971.)
+A provider may replace a hosted model without changing its name. So the model name that the endpoint reports is
+compared, and its scores are monitored: S ← max(0, S + log-likelihood ratio of the outcome under "agreement fell by a
+fifth" against "agreement as calibrated"), and an alarm where S reaches ln(mean distance of false alarms). (Page,
+*Continuous inspection schemes*, Biometrika 1954; that the distance is at least e^h is Lorden's bound, Ann. Math.
+Statist. 1971.)
 
-Owns the format of both files. Pure.
+Owns the formats of the item file and the report. Pure.
 """
 
 import math
@@ -40,13 +41,13 @@ from etude.types import Mask
 Numbers: TypeAlias = npt.NDArray[np.float64]
 """Real numbers, [N] or [B, N]; statistics of them, [] or [B]."""
 Indices: TypeAlias = npt.NDArray[np.int64]
-"""[B, N] of items, of which some may stand twice in a row."""
+"""[B, N] indices of items; a row may contain an item several times."""
 Statistic: TypeAlias = Callable[[Indices], Numbers]
-"""A number of the items of each draw, [B]."""
+"""A function of the items of each draw that returns one number per draw, [B]."""
 DRAWS = 2_000
-"""B: the ends of an interval move by about a hundredth from one seed to another."""
+"""B: between seeds, the ends of an interval differ by about a hundredth."""
 TAIL = 2.5
-"""Per cent outside of an interval, on each side."""
+"""Per cent outside of the interval on each side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +70,10 @@ def estimate(statistic: Statistic, items: int, *, seed: int = 0) -> KappaEstimat
 
 
 def weighted_kappa(labels_N: Numbers, scores_N: Numbers) -> Numbers:
-    """Quadratically weighted kappa: 1 is full agreement, 0 what two independent raters reach.
+    """Quadratically weighted kappa: 1 is full agreement, 0 the agreement of two independent raters.
 
-    0 where chance alone leaves no room to disagree, as when all labels and scores are one and the same: such a set says
-    nothing about a judge.
+    0 if even independent raters could not disagree, as when all labels and scores are equal: such a set says nothing
+    about a judge.
     """
     observed = ((labels_N - scores_N) ** 2).mean(-1)
     by_chance = labels_N.var(-1) + scores_N.var(-1) + (labels_N.mean(-1) - scores_N.mean(-1)) ** 2
@@ -81,7 +82,7 @@ def weighted_kappa(labels_N: Numbers, scores_N: Numbers) -> Numbers:
 
 
 def correlation(a_N: Numbers, b_N: Numbers) -> Numbers:
-    """Pearson's r; of ranks it is Spearman's ρ. 0 where one of the two never varies."""
+    """Pearson's r; applied to ranks, Spearman's ρ. 0 if one of the two does not vary."""
     spread = a_N.std(-1) * b_N.std(-1)
     shared = (a_N * b_N).mean(-1) - a_N.mean(-1) * b_N.mean(-1)
     coefficient: Numbers = np.divide(shared, spread, out=np.zeros_like(spread), where=spread > 0)
@@ -96,22 +97,22 @@ def ranks(values_N: Numbers) -> Numbers:
 
 
 FEWEST_ITEMS = 8
-"""Below, an interval is no more than a guess."""
+"""Fewest items: with fewer, an interval is no more than a guess."""
 MOST_ITEMS = 2_000
-"""All are in a run's folder."""
+"""Most items, because a run's folder contains all of them."""
 ITEM_KEYS = ({"task", "work", "label"}, {"task", "work", "label", "author"})
-"""Keys of a line."""
+"""Allowed sets of keys of a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledItem:
-    """A text and the scores that people gave it."""
+    """A text and the score that people gave it."""
 
     task: str
     work: str
     label: int
     author: str = ""
-    """The model that wrote it, where that is known."""
+    """The model that wrote it, if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,24 +120,24 @@ class Agreement:
     """Agreement of a judge with labels."""
 
     items: int
-    """Items that the judge had a verdict on."""
+    """Items with a verdict of the judge."""
     unjudged: int
     """Items without a verdict."""
     invalid_votes: int
     exact: float
-    """Share of the judged items with the label's very score."""
+    """Share of the judged items whose score equals the label."""
     within_one: float
     kappa: KappaEstimate
 
     @property
     def hit_rate(self) -> float:
-        """Share of *all* items with the label's very score: none at all is no hit."""
+        """Share of *all* items whose score equals the label; an item without a verdict is a miss."""
         return self.exact * self.items / max(1, self.items + self.unjudged)
 
     @property
     def worst_kappa(self) -> float:
-        """The lower end of kappa's interval. Resamples of a judge that was never wrong are never wrong either: for such
-        a judge it is at most Clopper and Pearson's lower end for the share of items judged rightly.
+        """The lower end of kappa's interval. Resamples of a judge without errors have no errors either, so it is capped
+        by Clopper and Pearson's lower bound for the share of correctly judged items.
         """
         never_wrong = (TAIL / 100) ** (1 / max(1, self.items)) if self.exact == 1.0 else 1.0
         return min(self.kappa.low, never_wrong)
@@ -144,18 +145,18 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """Correlations of a judge's errors (score − label); those whose interval has no 0 deserve a look."""
+    """Correlations of a judge's errors (score − label); those whose interval excludes 0 deserve attention."""
 
     mean_error: KappaEstimate
-    """Lenient above 0, severe below."""
+    """Above 0 the judge is lenient, below 0 severe."""
     length: KappaEstimate
-    """Rank correlation with the number of characters: above 0, longer is better liked than it should be."""
+    """Rank correlation with the number of characters: above 0, longer texts are scored too high."""
     verbosity: KappaEstimate
-    """Rank correlation with words per different word: above 0, repetition pays."""
+    """Rank correlation with words per distinct word: above 0, repetitive texts are scored too high."""
     order: KappaEstimate | None
-    """Mean score of votes that saw the scale from best to worst, minus that of the others; needs two votes an item."""
+    """Mean score of votes that saw the scale from best to worst, minus that of the others; needs two votes per item."""
     self_preference: KappaEstimate | None
-    """Mean error on what the judge's own model wrote minus that on the rest; ``None`` where authors are not known."""
+    """Mean error on texts by the judge's own model minus that on other texts; ``None`` if authors are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +167,7 @@ class Calibration:
     pin: str
     model: str
     identity: str
-    """Name that the endpoint gave itself."""
+    """Model name that the endpoint reported."""
     date: str
     agreement: Agreement
     bias: Bias
@@ -174,7 +175,7 @@ class Calibration:
 
 
 def parse_items(text: str, rubric: Rubric, source: str) -> tuple[LabelledItem, ...]:
-    """Read labelled items, one JSON object a line. Raises :class:`~etude.errors.ConfigError` naming the line."""
+    """Read labelled items, one JSON object per line. Raises :class:`~etude.errors.ConfigError` naming the line."""
     items: list[LabelledItem] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
@@ -226,7 +227,7 @@ def bias_of(items: Sequence[LabelledItem], judgements: Sequence[Judgement], mode
 
 
 def dump_calibration(calibration: Calibration) -> str:
-    """The report as indented JSON, for a file that is kept beside its rubric."""
+    """The report as indented JSON, for a file next to its rubric."""
     return orjson.dumps(asdict(calibration), option=orjson.OPT_INDENT_2).decode() + "\n"
 
 
@@ -273,7 +274,7 @@ def _mean(values_N: Numbers) -> KappaEstimate:
 
 
 def _leaning(errors_N: Numbers, by: Sequence[float]) -> KappaEstimate:
-    """Rank correlation; items keep the ranks that they have among all."""
+    """Rank correlation of errors; resampled items keep their ranks among all items."""
     errors, others = ranks(errors_N), ranks(np.array(by, np.float64))
     return estimate(lambda drawn: correlation(errors[drawn], others[drawn]), len(errors))
 
@@ -289,7 +290,7 @@ def _order(judgements: Sequence[Judgement]) -> KappaEstimate | None:
 
 
 def _difference(errors_N: Numbers, own_N: Mask) -> KappaEstimate:
-    """Difference of two means. A draw of one side alone, which is rare, counts as no difference."""
+    """Difference of two means. A draw that has only one of the sides, which is rare, counts as no difference."""
 
     def gap(drawn: Indices) -> Numbers:
         errors, own = errors_N[drawn], own_N[drawn]
@@ -308,13 +309,13 @@ def _verbosity(text: str) -> float:
 
 
 FALL = 0.2
-"""The loss of agreement that is looked for soonest."""
+"""The loss of agreement that the alarm is tuned for."""
 FALSE_ALARM_CHECKS = 1_000
-"""Checks between two false alarms, on average, at least."""
+"""Lower bound of the mean number of checks between two false alarms."""
 LEAST, MOST = 0.05, 0.98
-"""Rates of agreement between which calibrated ones are taken to be: no set is large enough for certainty."""
+"""Bounds to which a calibrated rate of agreement is clamped: no set is large enough for certainty."""
 MOST_IDENTITIES = 63
-"""Earlier words of an endpoint that are remembered."""
+"""Number of earlier model names of an endpoint that are remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,28 +324,27 @@ class Alarm:
 
     kind: Literal["model", "agreement"]
     aspect: str
-    """Empty: all of them."""
+    """Empty: all aspects."""
     detail: str
 
 
 class AgreementWatch:
-    """Monitors whether calibration items still get the scores of their labels.
-
-    ``rate`` is the share of them that was, at calibration.
+    """Monitors whether calibration items still get the scores of their labels. ``rate`` is the share of them that did
+    at calibration.
     """
 
     def __init__(self, rate: float) -> None:
         before = min(MOST, max(LEAST, rate))
         after = max(LEAST / 2, before - FALL)
         self.evidence = 0.0
-        """S: how much likelier the fall is than none, in nats; never below 0."""
+        """S: log-likelihood ratio of the fall against no fall, in nats; never below 0."""
         self.checks = self.misses = 0
-        """Items judged again; those of them that were not judged as they are labelled."""
+        """Number of items judged again, and of those whose score was not the label."""
         self._hit = math.log(after / before)
         self._miss = math.log((1 - after) / (1 - before))
 
     def observe(self, *, hit: bool) -> bool:
-        """Take one outcome in; whether that makes it an alarm. After one the evidence starts from nothing."""
+        """Record one outcome; true if it raises an alarm, after which the evidence restarts at 0."""
         self.checks += 1
         self.misses += not hit
         self.evidence = max(0.0, self.evidence + (self._hit if hit else self._miss))
@@ -362,8 +362,8 @@ class IdentityWatch:
         self._calibrated = frozenset(self._names)
 
     def observe(self, identity: str) -> bool:
-        """True for a name that it never gave before. The first name is the calibrated one where there was none;
-        an endpoint that goes back and forth between two is told of once, and one that says nothing never.
+        """True for a new name. If there is no calibrated name, the first one takes its place; an endpoint that
+        alternates between two names is reported once, and one that reports none never.
         """
         if not identity or identity in self._names:
             return False
@@ -372,5 +372,5 @@ class IdentityWatch:
         return len(self._names) > 1
 
     def vouches_for(self, identity: str) -> bool:
-        """True if the last name is the calibrated one, or the first; also where the endpoint gives none."""
+        """True if the last name is the calibrated or first one, or if the endpoint reports none."""
         return not identity or identity in self._calibrated

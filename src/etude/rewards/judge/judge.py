@@ -5,11 +5,11 @@
                                                           └────────────┘
 
 consumes      a text and a rubric                 produces   a judgement, or JudgeUnavailable
-waits for     budget that running calls give back, its turn among the calls, the endpoint; all within ``timeout_s``
-on shutdown   running calls are cancelled and counted as if they had used all that was set aside for them
+waits for     budget that running calls release, a free call slot, the endpoint; all within ``timeout_s``
+on shutdown   running calls are cancelled and charged their whole reservation
 
-Owns the order of these steps. Every decision is in a pure module: the prompts, the votes and their tally, the budget.
-Nothing here turns a failure into a score.
+Owns the order of these steps. Decisions are in pure modules: the prompts, the votes and their tally, the budget. A
+failure never becomes a score.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ OPEN, PROBING = "open", "probing"
 MARK_BYTES = 16
 """Randomness of marks and nonces."""
 TRIES = 2
-"""Tries of one vote: an unreadable reply is requested once more."""
+"""Tries of one vote: after an unreadable reply it is requested once more."""
 FRAME_TOKENS = 64
-"""Most that a chat template adds to two messages."""
+"""Most tokens that a chat template adds to two messages."""
 BYTES_PER_TOKEN = 4
-"""About what English and code come to: a call sets aside a token for every byte, and most likely uses a quarter."""
+"""Typical ratio for English and code: a call reserves one token per byte, and most likely uses a quarter of that."""
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class JudgeDeps:
     endpoint: ChatEndpoint
     cache: VoteCache
     budget: JudgeBudget
-    """The run's."""
+    """The budget of the run."""
     circuit: CircuitBreaker
     clock: Clock
     identity: IdentityWatch
@@ -90,7 +90,7 @@ class JudgeDeps:
     pause: JudgePause | None
     """Pause of all judging after an alarm; ``None``: it is only reported."""
     record: Callable[[Spend], Spend]
-    """Stores what was spent so far, after every call; returns what other processes of the run have spent."""
+    """Stores this process's spending, after every call; returns the spending of the run's other processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +98,9 @@ class JudgeLimits:
     """Limits of a judge."""
 
     timeout_s: float = 60.0
-    """For one judgement: all its votes, pauses and second tries."""
+    """Limit of one judgement, including all votes, pauses and second tries."""
     concurrency: int = 16
-    """Calls under way."""
+    """Most concurrent calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,16 +141,16 @@ class Judge:
         self._deps = deps
         self._limits = limits
         self._permits = asyncio.Semaphore(limits.concurrency)
-        self._settled = asyncio.Event()  # set for a moment whenever a call gives back what it did not use
+        self._settled = asyncio.Event()  # set for a moment whenever a call releases unused budget
         self._is_probing = False
         self._trouble = ""
 
     async def judge(self, rubric: Rubric, judged: JudgeInput, budget: JudgeBudget, *, fresh: bool = False) -> Judgement:
         """Judge one aspect, paid from ``budget``; with ``fresh`` cached votes are ignored.
 
-        Raises :class:`~etude.errors.JudgeUnavailable` when the endpoint is down, refuses or is late, and its subclass
-        :class:`~etude.errors.JudgeLost` when it has been down for too long, when the budget is spent, and while judging
-        is paused after an alarm.
+        Raises :class:`~etude.errors.JudgeUnavailable` if the endpoint is down, refuses or exceeds the time limit, and
+        its subclass :class:`~etude.errors.JudgeLost` if it has been down for too long, if the budget is spent, or while
+        judging is paused after an alarm.
         """
         questions = [self._question(rubric, judged, number) for number in range(self.params.votes)]
         cached = [None if fresh else self._deps.cache.get(question.key) for question in questions]
@@ -161,12 +161,12 @@ class Judge:
     async def converse(
         self, messages: Sequence[Message], reply_format: ResponseFormat, budget: JudgeBudget, *, seed: int
     ) -> ChatReply:
-        """Make a call that is no vote, under the same limits. Raises like :meth:`judge`."""
+        """Make a call other than a vote, under the same limits. Raises like :meth:`judge`."""
         with self._admitted():
             return await self._in_time(self._call(messages, reply_format, budget, seed=seed), reply_format.about)
 
     def sound(self, alarm: Alarm) -> None:
-        """Report an alarm, and pause judging if the recipe asks for that."""
+        """Report an alarm, and pause judging if the recipe says so."""
         self._deps.alarm(alarm)
         if self._deps.pause is not None:
             self._deps.pause.begin(alarm.detail)
@@ -180,7 +180,7 @@ class Judge:
         return _Question(rubric=rubric, judged=judged, number=number, key=key)
 
     async def _ask_all(self, questions: Sequence[_Question], budget: JudgeBudget) -> Sequence[Vote | ReplyFault]:
-        """Request all of these votes; if the budget does not suffice, the votes that it did pay for are cached."""
+        """Request all of these votes; if the budget does not suffice, the votes that were paid for are cached."""
         with self._admitted():
             votes = gather_or_cancel(self._vote(question, budget) for question in questions)
             replies = await self._in_time(votes, questions[0].rubric.aspect)
@@ -191,7 +191,7 @@ class Judge:
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
-        """Make calls if the circuit breaker permits, and report successes and the endpoint's failures to it."""
+        """Permit calls if the circuit breaker is closed, and report successes and the endpoint's failures to it."""
         self._check_pause()
         circuit, clock = self._deps.circuit, self._deps.clock
         state = circuit.ask(clock.now())
@@ -250,7 +250,7 @@ class Judge:
     async def _call(
         self, messages: Sequence[Message], reply_format: ResponseFormat, budget: JudgeBudget, *, seed: int
     ) -> ChatReply:
-        """Make one call and charge it; one that was cut short is charged all that was set aside for it."""
+        """Make one call and charge it; an interrupted call is charged its whole reservation."""
         params = self.params
         most = _most(messages, params)
         call = JudgeCall(
@@ -283,7 +283,7 @@ class Judge:
         return completion
 
     async def _set_aside(self, most: Spend, budget: JudgeBudget) -> None:
-        """Reserve what a call may use, as soon as running calls have left enough of the budget."""
+        """Reserve the most that a call may use, as soon as running calls leave enough budget."""
         while not budget.reserve(most):
             if shortage := budget.shortage(most):
                 kind = JudgeLost if self.budget.shortage(most) else JudgeDeclined
@@ -292,8 +292,8 @@ class Judge:
 
 
 def needed_for(rubrics: Iterable[Rubric], params: JudgeParams) -> Spend:
-    """The budget for one judgement on each aspect, of texts of full length in English or code: the most that one call
-    can take, which is set aside for the last of them, and what each of the others is likely to have used by then.
+    """The budget for one judgement on each aspect, for texts of full length in English or code: the largest reservation
+    of one call, needed for the last one, plus the likely usage of each of the others.
     """
     judged = JudgeInput(task="x" * params.text_characters, work="x" * params.text_characters)
     tokens, asking = draw_tokens(judged), Asking(limit=params.text_characters)
@@ -308,13 +308,13 @@ def needed_for(rubrics: Iterable[Rubric], params: JudgeParams) -> Spend:
 
 
 def _most(messages: Sequence[Message], params: JudgeParams) -> Spend:
-    """The most that a call can use: no token is less than a byte."""
+    """The most that a call can use: a token is at least one byte."""
     read = sum(len(message["content"].encode()) for message in messages) + FRAME_TOKENS
     return Spend(calls=1, prompt_tokens=read, completion_tokens=params.max_tokens)
 
 
 def draw_tokens(judged: JudgeInput) -> Tokens:
-    """Draw the delimiter of a call, which occurs in none of its texts, and a nonce."""
+    """Draw the mark of a call, which occurs in none of its texts, and a nonce."""
     while True:
         mark = secrets.token_hex(MARK_BYTES)
         if mark not in judged.task and mark not in judged.work:

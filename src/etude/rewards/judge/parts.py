@@ -2,17 +2,17 @@
 
     task, last words, transcript ──▶ each rubric alone, in calls of its own ──▶ aspect → value
 
-A part that is not there has no verdict: too few readable votes, or a tie that its rubric leaves open. What follows from
-that, and from a judge that cannot be had at all, is the recipe's ``[reward]`` to say. Two things are no failure of the
-judge's and are worth the least that there is: nothing said where words were asked for, and what most votes say cannot
-be judged. Were it otherwise, a policy could get out of a verdict by writing gibberish.
+A missing part has no verdict: too few readable votes, or a tie that its rubric leaves open. The recipe's ``[reward]``
+determines the consequence, also for an unavailable judge. Two cases are not failures of the judge and get the lowest
+score: an empty text, and a text that most votes call impossible to judge. Otherwise a policy could avoid a verdict by
+writing gibberish.
 
 After every N judgements an item of the calibration set is judged again (:mod:`etude.rewards.judge.calibration`).
 
-A text that speaks to its judge shows signs, each of which honest work may show: a flag for people, never a verdict.
-Prompt injection is defended against by how a text is shown (:mod:`etude.rewards.judge.prompts`) and by what of a reply
-is believed (:mod:`etude.rewards.judge.votes`), not by guessing here. A policy that learns to flatter its judge shows
-up as a rising share of flagged rollouts, long before anyone reads one.
+A text that addresses its judge shows signs, which honest work may also show: they are a flag for people, never a
+verdict. The defence against prompt injection is the presentation of a text (:mod:`etude.rewards.judge.prompts`) and the
+strict parsing of replies (:mod:`etude.rewards.judge.votes`), not these signs. A policy that learns to flatter its judge
+becomes visible as a rising share of flagged rollouts, before anyone reads one.
 """
 
 import re
@@ -31,7 +31,7 @@ from etude.rewards.judge.votes import Judgement
 from etude.types import Task
 
 ADDRESSES_JUDGE = "addresses_judge"
-"""The part that is 1 where the judged text shows signs of speaking to its judge: to be looked at, worth nothing."""
+"""The part that is 1 if the judged text shows signs of addressing its judge; for inspection, without weight."""
 UNREADABLE = "unreadable_votes"
 """The part that is the share of votes that could not be read."""
 BESIDE = (ADDRESSES_JUDGE, UNREADABLE)

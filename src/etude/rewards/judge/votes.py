@@ -4,18 +4,18 @@
 
     votes requested ─┬─ unreadable: counted, never a score
                      ├─ "cannot tell": counted, never a score; a majority of them: declined
-                     └─ scores ──▶ a majority of all? ──▶ their median; the rubric's rule where the middle is torn
+                     └─ scores ──▶ a majority of all? ──▶ their median; the rubric's rule for a tie
 
-Reading is strict on purpose. The nonce is drawn for the call and stands behind the judged text, in the instructions: a
-verdict that was found in the text and copied does not have it. Nothing is repaired here; the caller may repeat the
-question, which names the fault and not one word of the reply.
+Parsing is strict on purpose. The nonce is random per call and comes after the judged text, in the instructions: a
+verdict that was copied from the text does not have it. Replies are not repaired; the caller may repeat the question,
+which names the fault and contains no word of the reply.
 
-The median, not the mean: one judge that was talked into the best score moves it by no more than any other vote does.
+The median, not the mean: a single vote that was manipulated into the best score moves it no more than any other vote.
 
 The cache is a small SQLite file that one process writes. A key covers judge, prompt, rubric, both texts and the number
-of the vote, so that nothing has to be removed by hand when one of them changes. It stores votes, never the key of an
-endpoint nor an unreadable reply: that one may well be better the next time. A damaged entry is a miss, and a damaged
-file is begun anew; a cache may be lost.
+of the vote, so that nothing has to be removed by hand when one of them changes. It stores votes, but neither API keys
+nor unreadable replies: the next try may succeed. A damaged entry is a miss, and a damaged file is replaced by an empty
+one, since a cache may be lost.
 """
 
 import hashlib
@@ -34,13 +34,13 @@ from etude.rewards.judge.prompts import KEYS, ReplyFault, Rubric, TieRule
 from etude.types import Json
 
 LONGEST_REPLY = 20_000
-"""Characters; a reply beyond is not looked at."""
+"""Characters; a longer reply is not parsed."""
 LONGEST_REASON = 1_000
-"""Characters that are kept of a reason."""
+"""Most characters of a reason that are stored."""
 THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 """Reasoning that some servers leave in the reply."""
 CODE_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
-"""The one wrapping that is taken off, for it cannot change what is inside."""
+"""The only wrapping that is removed, because it cannot change the content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,10 @@ class Vote:
     """One vote of a judge: a parsed reply."""
 
     score: int | None
-    """``None``: it says that it cannot tell."""
+    """``None``: the judge says that it cannot tell."""
     reason: str
     descending: bool = False
-    """True: it was shown the scale from best to worst."""
+    """True: the judge saw the scale from best to worst."""
 
 
 def read_vote(reply: str, rubric: Rubric, nonce: str, *, descending: bool = False) -> Vote | ReplyFault:
@@ -72,7 +72,7 @@ def read_vote(reply: str, rubric: Rubric, nonce: str, *, descending: bool = Fals
 
 
 def read_object(reply: str) -> dict[str, Json] | ReplyFault:
-    """Parse the one JSON object that a reply must be, or the reason why it is none; duplicate keys are a fault."""
+    """Parse a reply that must be a single JSON object; otherwise return its fault. Duplicate keys are a fault."""
     if len(reply) > LONGEST_REPLY:
         return ReplyFault.TOO_LONG
     text = THOUGHTS.sub("", reply, count=1).strip() if THOUGHTS.match(reply) else reply.strip()
@@ -105,13 +105,13 @@ class Judgement:
     value: float | None
     """The score from 0 to 1."""
     votes: tuple[Vote, ...]
-    """The readable ones."""
+    """The valid votes."""
     invalid: tuple[ReplyFault, ...] = ()
-    """Faults of the others."""
+    """Faults of the invalid ones."""
 
     @property
     def is_declined(self) -> bool:
-        """True if more than half of all votes say that they cannot tell, which is the fault of the judged text."""
+        """True if more than half of all votes say that they cannot tell, which is attributed to the judged text."""
         blank = sum(vote.score is None for vote in self.votes)
         return 2 * blank > len(self.votes) + len(self.invalid)
 
@@ -119,7 +119,7 @@ class Judgement:
 def tally(rubric: Rubric, replies: Sequence[Vote | ReplyFault]) -> Judgement:
     """Count the votes of one judgement.
 
-    There is a verdict where more than half of them gave a score, and the rubric's rule does not leave a tie open.
+    There is a verdict if more than half of them gave a score, unless the rubric's rule abstains on a tie.
     """
     votes = tuple(reply for reply in replies if isinstance(reply, Vote))
     scores = sorted(vote.score for vote in votes if vote.score is not None)
@@ -134,7 +134,7 @@ def tally(rubric: Rubric, replies: Sequence[Vote | ReplyFault]) -> Judgement:
 
 
 def middle(scores: Sequence[int], tie: TieRule) -> float | None:
-    """The median of ascending scores, of which there is at least one."""
+    """The median of at least one score, in ascending order."""
     lower, upper = scores[(len(scores) - 1) // 2], scores[len(scores) // 2]
     if lower == upper:
         return lower
@@ -158,7 +158,7 @@ SPARED = 16
 
 
 def cache_key(*parts: str) -> bytes:
-    """SHA-256 of a sequence of texts, in hex."""
+    """SHA-256 of a sequence of texts."""
     return hashlib.sha256(orjson.dumps([part.encode(errors="surrogatepass").hex() for part in parts])).digest()
 
 
@@ -168,7 +168,7 @@ class VoteCache(Closing):
     def __init__(self, file: Path | None, entries: int) -> None:
         self._entries = entries
         self.hits = self.misses = 0
-        """Questions that were and were not answered from here."""
+        """Number of lookups that found a vote, and that did not."""
         self._database = _open(file)
         (newest,) = self._database.execute("SELECT COALESCE(MAX(used), 0) FROM votes").fetchone()
         self._clock = int(newest)
@@ -183,7 +183,7 @@ class VoteCache(Closing):
         return vote
 
     def put(self, key: bytes, vote: Vote) -> None:
-        """Keep a vote; what was not used for longest makes way."""
+        """Store a vote; when the cache is full, the least recently used ones are evicted."""
         if not self._entries:
             return
         raw = orjson.dumps([vote.score, vote.reason.encode(errors="replace").decode(), vote.descending])
@@ -223,7 +223,7 @@ class VoteCache(Closing):
 
 
 class StoredVotes(Closing):
-    """Votes in the caches of a run's judges, for people: nothing is written, and what cannot be read is not there."""
+    """Votes in the caches of a run's judges, for people: read-only, and unreadable files count as empty."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._databases: list[sqlite3.Connection] = []

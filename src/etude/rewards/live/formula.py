@@ -1,13 +1,13 @@
-"""The formula that says what a live session is worth, by what its user said. Pure.
+"""The formula that computes the reward of a live session from its user's feedback. Pure.
 
     answers ────────────▶ part: the answer, a number for silence, or an estimate ──▶ Σ weight · part ─┬─▶ reward
     earlier sessions ──fit──▶ models (:mod:`etude.rewards.live.propensity`) ──┘                        └─▶ of each turn
 
-Parts about the session add up to its reward, parts about turns to the rewards of these, which ``[credit]`` shares out.
+Parts about the session add up to its reward; parts about turns to the rewards of turns, for ``[credit]``.
 
-A run has one formula, as it has one ``[reward]``: its digest is a fact of the ledger, and another one is refused. Every
-session is compared with earlier ones, by baselines and by the test that decides about a release, and worths by two
-formulas cannot be compared. For another formula start another run from the checkpoint that is released.
+A run has one formula, as it has one ``[reward]``: its digest is stored in the ledger, and another formula is refused.
+Baselines and the test that decides about a release compare every session with earlier ones, and rewards by different
+formulas cannot be compared. For another formula start another run from the released checkpoint.
 """
 
 from collections import defaultdict, deque
@@ -22,12 +22,12 @@ from etude.session_features import UserRecord
 from etude.types import ObservedSession
 
 REFITS = 8
-"""Models are fitted again when one session in this many is new to them."""
+"""Models are fitted again when one in this many sessions is new to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredSession:
-    """A live session and what it is worth."""
+    """A live session and its reward."""
 
     session: ObservedSession
     """With its reward, the rewards of its turns, and its propensity."""
@@ -38,7 +38,7 @@ class ScoredSession:
 
 
 class LiveScorer:
-    """Scores live sessions in the order in which they ended, and learns from each who answers, and what.
+    """Scores live sessions in the order in which they ended, and learns from them who gives feedback, and which.
 
     The models are fitted again when an eighth of the sessions is new to them. One that they have seen is estimated by
     those of its fold, which have not, and by what its user answered before. To score a session again changes nothing
@@ -60,7 +60,7 @@ class LiveScorer:
         return tuple(self._sessions)
 
     def score(self, sessions: Sequence[ObservedSession]) -> list[ScoredSession]:
-        """The worth of some sessions, the next that ended."""
+        """The scores of the next sessions that ended."""
         everything = [*self._sessions, *sessions]
         if not self._models or REFITS * (self._unfitted + len(sessions)) >= len(everything):
             self._models, self._unfitted = fit_answers(everything, self._config), -len(sessions)
@@ -72,7 +72,7 @@ class LiveScorer:
         ]
 
     def learn(self, sessions: Iterable[ObservedSession]) -> None:
-        """Let some sessions, once they are written down, count for those that come."""
+        """Use some sessions, once they are stored, for the models of later ones."""
         for session in sessions:
             self._sessions.append(session)
             self._unfitted += 1
@@ -122,7 +122,7 @@ def describe(config: SignalReward) -> list[str]:
 
 
 def formula_spec(config: SignalReward) -> RewardSpec:
-    """Specification of the formula: all that decides what a session is worth, given the models."""
+    """Specification of the formula: everything that determines a session's reward, given the models."""
     spec: dict[str, Mapping[str, object]] = {
         part.name: part.model_dump(mode="json", exclude={"name"}) for part in config.parts
     }

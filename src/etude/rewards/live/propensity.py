@@ -1,27 +1,28 @@
-"""Estimates of what was never answered: models of who answers and of what they say, doubly robust. Pure.
+"""Estimates of missing feedback: models of who answers and of the answers, doubly robust. Pure.
 
     sessions so far ──fit, by fold of users──▶ P(answered | x), E[value | x] ──▶ estimate of each silent, and of each
                                                                                   answered part
 
-Those who answer are not like those who do not: by the kind of request, by how long the session was, by who they are. So
-the mean of the answers is not the mean of the sessions, and to count silence as 0 teaches whatever makes people silent.
-With a = 1 where a part was answered, p̂(x) the chance of that, m̂(x) the answer that is expected, and W a bound,
+Users who answer differ from those who do not: in the kind of request, the length of the session, their identity. So the
+mean of the answers is not the mean of the sessions, and counting silence as 0 trains for or against whatever makes
+people silent. With a = 1 if a part was answered, p̂(x) the probability of that, m̂(x) the expected answer, and W a
+bound,
 
     φ = m̂(x) + a · min(1/p̂(x), W) · (y − m̂(x))
 
 (augmented inverse propensity weighting: Robins, Rotnitzky & Zhao, JASA 1994; the weight alone is Horvitz & Thompson's,
-JASA 1952). A silent session is worth what is expected of it, an answered one that and its surprise, times by how many
-it stands for. Given x let answering be independent of the answer (missing at random), p be its true chance
-and μ the true mean. Then E[φ | x] − μ = (p · min(1/p̂, W) − 1) · (μ − m̂): 0 if either model is right, small if both
-nearly are. Where p < 1/W the bound leaves (pW − 1) · (μ − m̂), towards what is expected (truncated weights: Ionides, J.
-Comp. Graph. Stat. 2008). It counts as *bounded*.
+JASA 1952). A silent session gets its expected answer; an answered one also gets its deviation from the expected answer,
+times the number of sessions that it represents. Given x, let answering be independent of the answer (missing at
+random), with true probability p and true mean μ. Then E[φ | x] − μ = (p · min(1/p̂, W) − 1) · (μ − m̂): 0 if either
+model is right, small if both nearly are. Where p < 1/W the bound leaves (pW − 1) · (μ − m̂), towards the expected
+answer (truncated weights: Ionides, J. Comp. Graph. Stat. 2008). It counts as *bounded*.
 
-Every estimate is by models that have seen nothing of its user: models of folds, each fitted without the users of one
-(cross-fitting: Chernozhukov et al., Econometrics Journal 2018). Without that an answer would help to expect itself.
+Every estimate uses models that have seen nothing of its user: one model per fold, fitted without the users of that fold
+(cross-fitting: Chernozhukov et al., Econometrics Journal 2018). Otherwise an answer would help to predict itself.
 
-x is known whatever was answered: template, arm, lengths, place of the turn, its user's answers to *earlier* sessions.
-It has the length of what the model said, as an estimate may and a baseline may not
-(:mod:`etude.trainer.batching.baselines`). What is not in x and moves both answering and answers is not corrected.
+x does not depend on the answer: template, arm, lengths, position of the turn, its user's answers to *earlier* sessions.
+It includes the length of the model's output, which is allowed for an estimate but not for a baseline
+(:mod:`etude.trainer.batching.baselines`). Influences on both answering and answers that are not in x are not corrected.
 
 Array legend: N rows (sessions, or turns of some), D features.
 """
@@ -41,13 +42,13 @@ from etude.session_features import SessionFeatures, UserRecord
 from etude.types import Mask, ObservedSession
 
 FEWEST_ROWS = 24
-"""Answered and silent rows, below which models are means: there is nothing to learn who answers from."""
+"""Fewest answered and silent rows for fitting: with fewer of either, models are means."""
 LENGTHS = 5
-"""Features of what the model said."""
+"""Number of features of the model's output."""
 SAME = 1e-9
 """Deviation of a feature that is the same everywhere."""
 LINEAR_RIDGE = 2.0
-"""Rows that the penalty of the model of answers weighs as much as."""
+"""Ridge penalty of the answer model, in units of rows."""
 
 
 class PartEstimate(NamedTuple):
@@ -86,8 +87,8 @@ class PartModels:
     folds: Sequence[_FoldModel]
 
     def estimate(self, session: ObservedSession, record: UserRecord, max_inverse: float) -> PartEstimate:
-        """The estimates of a session, by a model that has seen nothing of its user; ``record`` is what that user
-        answered before.
+        """The estimates of a session, by a model that has seen nothing of its user; ``record`` has the user's earlier
+        answers.
         """
         model = self.folds[fold_of(session.observation.user, len(self.folds))]
         turns = turns_of(self.part, session)
@@ -120,12 +121,12 @@ def fit_answers(sessions: Sequence[ObservedSession], config: SignalReward) -> di
 
 
 def fold_of(user: str, folds: int) -> int:
-    """The fold of a user, for ever the same."""
+    """The fold of a user, which never changes."""
     return int.from_bytes(sha256(user.encode()).digest()[:8]) % folds
 
 
 def turns_of(part: SignalPart, session: ObservedSession) -> Sequence[int | None]:
-    """The turns that a part asks about; of one about the session the one ``None``."""
+    """The turns that a part is about; for a part about the session a single ``None``."""
     return range(len(session.sampled_tokens)) if part.per == "turn" else [None]
 
 
@@ -162,7 +163,7 @@ def _row(features: SessionFeatures, session: ObservedSession, turn: int | None, 
 
 
 def _fit_fold(rows_ND: Array, answers_N: Array, features: SessionFeatures) -> _FoldModel:
-    """Fit both models; while there are few rows of either kind, means stand for them."""
+    """Fit both models; with few rows of either kind, use means instead."""
     answered_N, nothing_D = ~np.isnan(answers_N), np.zeros(features.width + LENGTHS)
     answered, silent = int(answered_N.sum()), int((~answered_N).sum())
     if min(answered, silent) < FEWEST_ROWS:

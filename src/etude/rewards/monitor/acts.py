@@ -3,11 +3,11 @@
     Action ──▶ its arguments ──▶ shell text ──▶ simple commands ──▶ Act: surface and text
                             └──▶ path, written text ─────────────▶
 
-A detector that looks for ``git log --all`` must not fire on ``grep "git log --all" README``: shell text is taken apart
-here, so that a pattern meets a command where a command is, and a path where a path is. What cannot be taken apart, an
-unclosed quote for instance, is split at white space: worse, but never lost.
+A detector that looks for ``git log --all`` must not fire on ``grep "git log --all" README``: shell text is parsed here,
+so that a pattern for commands matches only commands, and a pattern for paths only paths. Text that cannot be parsed,
+such as an unclosed quote, is split at white space: less precise, but not lost.
 
-Owns the grammar. Does not own patterns (:mod:`etude.rewards.monitor.detectors`).
+Owns the grammar; the patterns are in :mod:`etude.rewards.monitor.detectors`.
 """
 
 import posixpath
@@ -22,33 +22,33 @@ from types import MappingProxyType
 from etude.harnesses.actions import Action, excerpt
 
 MAX_LETTERS = 32_000
-"""Most of an argument that is parsed: its first and its last half. The agent chooses the text."""
+"""Most characters of an argument that are parsed, half at each end: the agent chooses the text."""
 RUN_LETTERS = 4_000
 """Limit of one simple command."""
 MAX_HEREDOCS = 64
-"""In one text; where there are more, none is taken for one."""
+"""Most here-documents in one text; if there are more, none is parsed as one."""
 MAX_DEPTH = 3
-"""Shells within shells that are taken apart."""
+"""Depth to which nested shells are parsed."""
 HOME = "/home/agent"
 
 COMMANDS = frozenset({"command", "cmd", "commands", "bash_command", "script", "input"})
 PATHS = frozenset({"path", "file_path", "file", "filename", "target_file", "notebook_path"})
 TEXTS = frozenset({"text", "content", "contents", "new_str", "new_string", "file_text", "insert_text", "new_source"})
 CODES = frozenset({"code", "python", "source_code"})
-"""Names of arguments by what they hold, in the harnesses that people use."""
+"""Names of arguments by their content, in common harnesses."""
 VIEWS = frozenset({"read", "view", "cat", "open", "open_file", "read_file", "view_file"})
 CREATES = frozenset({"create", "write", "write_file", "create_file"})
-"""Tools, and sub-commands of tools, by what they do to a path; any other alters it when it comes with a text."""
+"""Tools and sub-commands that create a path; any other one with a text alters it."""
 EDITOR = VIEWS | CREATES | {"str_replace", "insert", "undo_edit"}
 
 PREFIXES = frozenset({"sudo", "time", "nohup", "command", "exec", "env", "then", "do", "else", "if", "while", "!", "{"})
 TAKING = MappingProxyType({"timeout": "sk", "nice": "n", "xargs": "nIPLsd", "ionice": "cn"})
-"""Programs that run the command behind their options → those of one letter with a value."""
+"""Programs that run the command after their options → their one-letter options that take a value."""
 SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
 READERS = frozenset(
     {"cat", "head", "tail", "less", "more", "nl", "strings", "xxd", "od", "bat", "tac", "diff", "source", "."}
 )
-"""Programs whose every operand is a file that they show."""
+"""Programs that print the files in all their operands."""
 SEARCHERS = frozenset({"grep", "egrep", "fgrep", "rg", "ag", "awk", "sed"})
 """Programs whose first operand is a pattern or program and whose others are files."""
 REMOVERS = frozenset({"rm", "rmdir", "unlink", "shred", "truncate", "chmod", "patch"})
@@ -59,7 +59,7 @@ DURATION = re.compile(r"\d+(?:\.\d+)?[smhd]?")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 SUBSTITUTION = re.compile(r"\$\(([^()]*)\)|`([^`]*)`")
 QUOTED = re.compile(r"(\"(?:[^\"\\]|\\.)*\")|'[^']*'")
-"""Text in quotes: the first group is what a shell expands."""
+"""Quoted text; the first group is double-quoted, which a shell expands."""
 PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
 OPENED = re.compile(r"\bopen\(\s*[rbf]*['\"]([^'\"]+)['\"]\s*(?:,\s*(?:mode\s*=\s*)?['\"]([rwxab+t]*)['\"])?")
 PATHLIB = re.compile(r"\bPath\(\s*['\"]([^'\"]+)['\"]\s*\)\s*\.\s*(write_\w+|unlink|rename|read_\w+|touch)")
@@ -73,15 +73,15 @@ class Surface(Enum):
     RUN = auto()
     """One simple command: its words without quotes, joined by blanks; patterns match from its start."""
     SET = auto()
-    """A variable for a command, ``NAME=value``."""
+    """A variable assignment for a command, ``NAME=value``."""
     READ = auto()
     """A path that was read."""
     CREATE = auto()
     """A path that was written as a whole."""
     ALTER = auto()
-    """A path of a file that was there and was changed, moved or removed."""
+    """The path of an existing file that was changed, moved or removed."""
     CODE = auto()
-    """Program text that was executed right away, or written into a file."""
+    """Program text that was executed directly or written into a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Act:
     surface: Surface
     text: str
     where: str
-    """The argument that it stands in."""
+    """The name of the argument that contains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class SimpleCommand:
     words: tuple[str, ...]
     assignments: tuple[str, ...]
     reads: tuple[str, ...]
-    """Files it is given as its input."""
+    """Files that its input is redirected from."""
     writes: tuple[str, ...]
-    """Files its output goes to."""
+    """Files that its output is redirected to."""
     body: str
     """Its here-document."""
 
@@ -139,7 +139,7 @@ def shell_acts(text: str, depth: int = 0) -> Iterator[tuple[Surface, str]]:
 
 
 def simple_commands(text: str) -> list[SimpleCommand]:
-    """The simple commands of a shell text in order, those in ``$(…)`` behind the one that they are in."""
+    """The simple commands of a shell text in order; those in ``$(…)`` come after the command that contains them."""
     bodies: list[str] = []
 
     def put_aside(match: re.Match[str]) -> str:
@@ -167,7 +167,7 @@ def code_acts(code: str) -> Iterator[tuple[Surface, str]]:
 
 
 def settle_path(path: str, workdir: str) -> str:
-    """Normalise a path, relative to ``workdir`` where it lies below."""
+    """Normalise a path; relative to ``workdir`` if it lies below."""
     path = HOME + path[1:] if path == "~" or path.startswith("~/") else path
     whole = posixpath.normpath(posixpath.join(workdir, path))
     return posixpath.relpath(whole, workdir) if f"{whole}/".startswith(f"{workdir}/") else whole
@@ -199,7 +199,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _parts(tokens: Sequence[str]) -> Iterator[list[str]]:
-    """Tokens between separators; comments are left out."""
+    """Tokens between separators, without comments."""
     part: list[str] = []
     commented = False
     for token in tokens:
@@ -233,7 +233,7 @@ def _command(tokens: Sequence[str], bodies: Sequence[str]) -> SimpleCommand:
 
 
 def _without_prefixes(words: list[str]) -> tuple[list[str], list[str]]:
-    """Variables that are set for a command, and its words from the program on."""
+    """Variable assignments of a command, and its words from the program name on."""
     assignments: list[str] = []
     while words:
         if ASSIGNMENT.fullmatch(words[0]):
@@ -248,14 +248,14 @@ def _without_prefixes(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _behind_options(words: list[str], taking: str) -> list[str]:
-    """The words from a command on that follow its wrapper's options; ``taking`` are those with a value of their own."""
+    """The words of a wrapped command, after its wrapper's options; ``taking`` are options that take a value."""
     while words and (words[0].startswith("-") or DURATION.fullmatch(words[0])):
         words = words[2:] if re.fullmatch(rf"-[{taking}]", words[0]) else words[1:]
     return words
 
 
 def _file_acts(command: SimpleCommand) -> Iterator[tuple[Surface, str]]:
-    """The files that a well-known program is given."""
+    """The file arguments of a well-known program, as acts."""
     program = posixpath.basename(command.words[0])
     options = [word for word in command.words[1:] if word.startswith("-")]
     operands = [word for word in command.words[1:] if word and not word.startswith("-")]
@@ -274,7 +274,7 @@ def _file_acts(command: SimpleCommand) -> Iterator[tuple[Surface, str]]:
 
 
 def _inner_acts(command: SimpleCommand, depth: int) -> Iterator[tuple[Surface, str]]:
-    """Acts of a shell's or an interpreter's argument, and of a here-document."""
+    """Acts in the argument of a shell or interpreter, and in a here-document."""
     program = posixpath.basename(command.words[0])
     given = _behind_c(command.words[1:])
     code = given or command.body
@@ -288,7 +288,7 @@ def _inner_acts(command: SimpleCommand, depth: int) -> Iterator[tuple[Surface, s
 
 
 def _behind_c(words: Sequence[str]) -> str:
-    """Argument of ``-c``, also as ``-lc``."""
+    """Argument of ``-c``, also in the form ``-lc``."""
     for word, after in pairwise(words):
         if re.fullmatch(r"-[a-zA-Z]*c", word):
             return after

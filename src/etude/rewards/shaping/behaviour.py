@@ -1,14 +1,14 @@
 """Behaviour terms: an agent's behaviour in numbers, for a reward that otherwise only sees the result. Pure.
 
-    turns as they were spoken, counts, measures ──observe──▶ Conduct ──TERMS──▶ name → value, or none
+    turns as text, counts, measures ──observe──▶ Conduct ──TERMS──▶ name → value, or none
 
-What Composer 2 had to add to its reward in the middle of its run (arXiv 2603.24477, section 4.2): to-dos that were
-created and left open, long thoughts smuggled into code comments, a collapse to the terminal alone; and what training on
-real users met with: broken calls, and questions where there was something to do.
+Composer 2 had to add such terms to its reward during its run (arXiv 2603.24477, section 4.2): for to-dos that were left
+open, for long reasoning in code comments, and for a collapse to the terminal as the only tool. Training on real users
+showed two more: malformed calls, and questions instead of work.
 
-A term says how bad it is, from 0, so its weight is negative. Its exact definition is its docstring; a change of
-what it counts raises its version, and recipes that were written for the old one are refused. Each is a blunt measure
-that a model can learn to satisfy without being any better: small weights, and eyes on the rollouts.
+A term measures bad behaviour, from 0 upwards, so its weight is negative. Its docstring is its exact definition; a
+change of the definition raises its version, and recipes for the old version are refused. Each is a coarse measure that
+a model can learn to satisfy without being better: use small weights, and inspect the rollouts.
 
 Owns the terms. Does not own how calls are read (:mod:`etude.harnesses.actions`), how comments are found
 (:mod:`etude.rewards.shaping.comments`) or what a term is worth (:mod:`etude.rewards.shaping.parts`).
@@ -33,13 +33,13 @@ from etude.types import TurnKind
 MALFORMED = "malformed"
 """In a harness's counts: calls that it could not read."""
 CODE_LINES_PER_COMMENT = 4
-"""Lines of code that deserve a line of comment; the standard library writes one for five or six."""
+"""Lines of code per permitted line of comment; the standard library has one for five or six."""
 COMMENT_LETTERS = 100
-"""Length of a comment that counts as one line: all in one line is no shorter."""
+"""Length of a comment that counts as one line, so that joining lines does not help."""
 MIN_CALLS = 8
-"""Calls from which on it says something that all were of one tool."""
+"""Least number of calls for which using only one tool is significant."""
 ENDINGS = frozenset({SUBMIT, "answer", "finish", "final_answer"})
-"""Tools that end a session: everybody calls one once."""
+"""Tools that end a session: every session calls one once."""
 THINKING = re.compile(
     r"\b(?:let me|let's (?:see|try|think|check)|wait\b(?:[,.!—-]| no\b| actually\b)|hmm+|"
     r"(?-i:I) (?:think|guess|wonder|should|will|could|need|can|must|am|was|have to|don't know|realize|realise)\b|"
@@ -47,7 +47,7 @@ THINKING = re.compile(
     r"ok(?:ay)?,? (?:so|now|let)\b|actually,|(?:first|now|next),? (?:i|let)\b|the user (?:wants|asked|said))",
     re.IGNORECASE,
 )
-"""Words of thinking aloud, in the first person or to oneself; a variable ``i`` does not."""
+"""Words of thinking aloud, in the first person or addressed to oneself; a variable ``i`` does not match."""
 HEARD_NUMBER = re.compile(r"\s*\d+[\s:|→-]*")
 """Before a line of a file that a tool shows."""
 HEARD_MARK = re.compile(r"#+|//+|/\*+|<!--|--")
@@ -59,7 +59,7 @@ CODE_BLOCK = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Text that an agent wrote into files, by lines; comments that it had read or written before do not count."""
+    """Text that an agent wrote into files, by lines; comments that it read or wrote earlier do not count."""
 
     code_lines: int = 0
     comment_lines: int = 0
@@ -85,7 +85,7 @@ class Conduct:
     """Tool → calls, as they are read from what was said."""
     written: Written
     acting_turns: int
-    """Turns that were no summaries."""
+    """Turns other than summaries."""
     asking_turns: int
     """Turns among them that called no tool and ended in a question."""
     sampled_tokens: int
@@ -103,7 +103,7 @@ class Term:
     high: float
     """Highest value."""
     optional: bool = False
-    """True if it may be missing: it needs figures of the harness, and not every harness has them."""
+    """True if it may be missing: it needs figures that not every harness has."""
 
 
 def observe(

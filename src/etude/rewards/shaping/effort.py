@@ -3,11 +3,11 @@
     C(x) = ((1 + kx)^(1−q) − 1) / (k(1−q)),   C'(x) = (1 + kx)^(−q)
     q = 0: x      q = 1: ln(1 + kx) / k      q > 1: never above 1 / (k(q − 1))
 
-A little more effort matters where little was spent, and hardly where a hard task took a lot anyway. x is a sum of what
-was spent, each kind times its price in the recipe.
+More effort costs most where little was spent, and hardly anything where a hard task needs much anyway. x is the sum of
+the effort of each kind times its price in the recipe.
 
-The penalty is taken off where rewards are compared, not where they are given: an evaluation is not measured with it,
-and a rollout that is worth nothing because it cheated is not better off than one that failed honestly.
+The penalty is subtracted when rewards are compared, not when they are stored: it does not affect evaluations, and a
+rollout with zero reward for cheating is not better off than an honest failure.
 
 Owns what counts as effort and its price. Pure.
 """
@@ -28,15 +28,15 @@ class Effort:
     """Effort of a rollout. Every sampled token is of one kind."""
 
     thinking_tokens: int
-    """Sampled up to the end of a turn's thinking; all of a turn's whose thinking was cut is none."""
+    """Tokens sampled up to the end of a turn's thinking; 0 for a turn whose thinking was truncated."""
     call_tokens: int
-    """The other sampled ones of turns after which the rollout went on."""
+    """The other sampled tokens of turns after which the rollout continued."""
     output_tokens: int
-    """Tokens of contexts beyond the reply that they go on from. One that begins anew (the task's, a sub-agent's, an
-    edited history) has none.
+    """Tokens of contexts after the reply that they continue. A new context (of the task, a sub-agent, an edited
+    history) has none.
     """
     final_tokens: int
-    """The other sampled ones of the last turn."""
+    """The other sampled tokens of the last turn."""
     calls: int
     """Calls of tools, malformed ones included."""
     turns: int
@@ -70,7 +70,7 @@ def effort_penalty(rollout: Rollout, config: EffortConfig) -> float:
 
 def concave_cost(spent: float, *, scale: float, curvature: float) -> float:
     """C(x) of x = ``spent`` ≥ 0 with k = ``scale`` > 0 and q = ``curvature`` ≥ 0; exact near q = 1, where the formula
-    divides nothing by nothing.
+    becomes 0/0.
     """
     logarithm, power = math.log1p(scale * spent), 1 - curvature
     if power == 0:

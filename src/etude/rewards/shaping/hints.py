@@ -3,14 +3,13 @@
     turns ──words──▶ rules, one after the other ──▶ at most one hint a turn ──▶ the earliest few
                      └─ where that leaves room: a judge
 
-A hint is for the turn that *made* the mistake, not for the one that read about it: the same model with the hint before
-its eyes is the teacher of exactly that turn (:mod:`etude.trainer.distillation`). Where several rules apply to a turn,
-the first one of the table speaks, a recipe's before the built-in ones, any rule before a judge. Of a rollout's mistakes
-the earliest are hinted at: later ones were made with earlier ones before the model's eyes, and their time comes once
-those are gone.
+A hint is for the turn that *made* the mistake, not for the one that read about it: the same model with the hint in its
+context teaches exactly that turn (:mod:`etude.trainer.distillation`). If several rules apply to a turn, the first one
+of the table is used: a recipe's before the built-in ones, any rule before a judge. The earliest mistakes of a rollout
+get hints: later ones were made with earlier ones in context, and are treated once those are gone.
 
-Owns that choice and the rules about the built-in tools. Does not know how a hint gets into a context
-(:mod:`etude.tokens.reminders`) or what is learnt from it.
+Owns that choice and the rules about the built-in tools. Does not own the insertion of a hint into a context
+(:mod:`etude.tokens.reminders`) or the training on it.
 """
 
 import logging
@@ -26,7 +25,7 @@ from etude.rewards.transcript import SpokenTurn, attributed
 from etude.types import Hint, Ids, Task, Turn
 
 HINT_CHARACTERS = 1_000
-"""Length to which a hint is cut: it is a remark, and it is read once more for every turn that it is for."""
+"""Length to which a hint is truncated: it is read once more for every turn that it is for."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +36,9 @@ class Rule:
 
     name: str
     where: Literal["said", "answered"]
-    """Text that shows it: the turn's own, or the answer to it."""
+    """Text that is searched: the turn's own, or the answer to it."""
     pattern: re.Pattern[str]
-    """Is looked for anywhere in there."""
+    """Pattern that may match anywhere in that text."""
     text: str
 
     @classmethod
@@ -83,7 +82,7 @@ TOOL_RULES: tuple[Rule, ...] = (
         "Reminder: done N closes the item that todo TEXT was answered with: take its number N from there.",
     ),
 )
-"""Answers of the built-in tools to calls that went wrong → hints that help."""
+"""Rules from answers of the built-in tools to failed calls to helpful hints."""
 
 
 class HintProvider(Protocol):
@@ -92,7 +91,7 @@ class HintProvider(Protocol):
     async def hints(self, task: Task, transcript_turns: Sequence[str]) -> tuple[Hint, ...]:
         """Hints for some turns, by their index in ``transcript_turns``.
 
-        Raises :class:`~etude.errors.JudgeUnavailable` while it cannot be asked.
+        Raises :class:`~etude.errors.JudgeUnavailable` while the provider is unavailable.
         """
         ...
 
@@ -118,7 +117,7 @@ class HintFinder:
     async def find(self, task: Task, turns: Sequence[Turn], spoken: Sequence[SpokenTurn]) -> tuple[Hint, ...]:
         """The hints of a rollout, by turn; ``spoken`` are its turns in words.
 
-        Where the provider cannot be asked there are fewer: a rollout is worth as much without one.
+        If the provider is unavailable there are fewer hints; the rollout is used all the same.
         """
         teachable = {index for index, turn in enumerate(turns) if self._is_teachable(turn)}
         hints = chosen(ruled(spoken, self._rules), teachable, self._most)
@@ -144,8 +143,8 @@ def ruled(turns: Sequence[SpokenTurn], rules: Sequence[Rule]) -> tuple[Hint, ...
 
 
 def chosen(hints: Iterable[Hint], teachable: set[int], most: int) -> tuple[Hint, ...]:
-    """At most ``most`` hints, for different turns, by turn: those named first of each ``teachable`` turn, and of these
-    the earliest. What is too long is cut.
+    """At most ``most`` hints, for different turns, by turn: the first one for each ``teachable`` turn, and of these the
+    earliest. Long hints are truncated.
     """
     by_turn: dict[int, Hint] = {}
     for hint in hints:
@@ -158,9 +157,9 @@ def chosen(hints: Iterable[Hint], teachable: set[int], most: int) -> tuple[Hint,
 def malformed_call_rewards(turns: Sequence[SpokenTurn]) -> tuple[float, ...]:
     """One reward for each turn: −1 where the built-in tools turned its call away, else 0 (``credit.kind = "shaped"``).
 
-    A turn whose call could not be read, or named what is not there, cost a call and moved nothing, whatever came of the
-    rollout. It is a reward of its own and no potential: a model that makes no calls at all makes no bad ones, so
-    ``credit.options.shaping`` has to be small against what is at stake in a rollout.
+    A turn whose call was malformed, or named something that does not exist, cost a call without any effect,
+    independently of the rollout's outcome. It is a separate reward and not a potential: a model that makes no calls
+    makes no bad ones, so ``credit.options.shaping`` has to be small compared with a rollout's reward.
     """
     return tuple(-1.0 if any(rule.applies(turn) for rule in TOOL_RULES) else 0.0 for turn in turns)
 

@@ -1,9 +1,9 @@
 """Advantages: rewards of rollouts compared with the others of their group.
 
-    reward, penalty ──▶ less what the group has of each, the reward's part over its deviation where asked ──▶ advantage
+    reward, penalty ──▶ minus the group's mean of each, the reward optionally over its deviation ──▶ advantage
 
-Owns the baselines, one function each, and what a group weighs of which rollouts are missing. Which baseline a loss goes
-with unless a recipe says otherwise is :data:`etude.config.training.BASELINES`'s to say. Pure.
+Owns the baselines, one function each, and the weight of a group with missing rollouts. The default baseline of each
+loss is in :data:`etude.config.training.BASELINES`. Pure.
 
 Array legend: G rollouts of a group.
 """
@@ -22,10 +22,10 @@ Advantage: TypeAlias = Callable[[Floats | Values, Values], Values]
 """A baseline: a function of rewards and penalties that gives advantages, [G] each."""
 
 FEWEST_COMPARED = 2
-"""Rollouts of a group, below which none has another to be compared with."""
+"""Fewest rollouts of a group: a single one has nothing to be compared with."""
 DEVIATION_FLOOR = 1e-4
 """Added to a deviation before it divides, as TRL does (``GRPOTrainer``; verl adds 1e-6): rewards that differ by a
-rounding error stay next to nothing.
+rounding error stay close to 0.
 """
 
 
@@ -34,7 +34,7 @@ def group_advantages(
 ) -> Floats:
     """[G] float32 advantages by the baseline of that name; 0 everywhere where all rewards, less penalties, are equal.
 
-    ``penalties_G`` is what is taken off each reward; none without it.
+    ``penalties_G`` are subtracted from the rewards; default: none.
     """
     taken_G = np.zeros(len(rewards_G)) if penalties_G is None else penalties_G
     advantages_of = cast("Advantage", ADVANTAGES.find(baseline))
@@ -43,21 +43,22 @@ def group_advantages(
 
 
 def around_mean(rewards_G: Floats | Values, penalties_G: Values) -> Values:
-    """A_i = R_i − mean(R), R the reward less its penalty.
+    """A_i = R_i − mean(R), where R is the reward minus its penalty.
 
-    Not divided by the group's standard deviation: where nearly all rollouts do equally well, that would blow tiny
-    differences of behaviour up to the size of real ones (Dr. GRPO, arXiv 2503.20783, and the Composer 2 report). As a
-    baseline the mean is not independent of R_i, which makes the estimate too small by (G − 1)/G, the same for all.
+    Not divided by the group's standard deviation: if nearly all rollouts do equally well, that would amplify tiny
+    differences of behaviour to the size of real ones (Dr. GRPO, arXiv 2503.20783, and the Composer 2 report). As a
+    baseline the mean is not independent of R_i, which scales all advantages by (G − 1)/G.
     """
     return _centred(net_rewards(rewards_G, penalties_G))
 
 
 def standardised(rewards_G: Floats | Values, penalties_G: Values) -> Values:
-    """A_i = (R_i − mean(R)) / (std(R) + ε) − (C_i − mean(C)), R the reward and C its penalty.
+    """A_i = (R_i − mean(R)) / (std(R) + ε) − (C_i − mean(C)), where R is the reward and C its penalty.
 
-    GRPO (arXiv 2402.03300, section 4.1.2), with the sample deviation (division by G − 1) and the ε of TRL, verl having
-    the same but for ε. The penalty comes behind the division, so it is one in units of the advantage: before it, the
-    deviation of a group of equal rewards would be the penalties' own, and the smallest would weigh like the largest.
+    GRPO (arXiv 2402.03300, section 4.1.2), with the sample deviation (division by G − 1) and the ε of TRL; verl differs
+    only in ε. The penalty is subtracted after the division, in units of the advantage: before it, the deviation of a
+    group of equal rewards would be that of the penalties, and the smallest penalties would weigh as much as the
+    largest.
     """
     gains_G = _centred(rewards_G)
     deviation = np.sqrt((gains_G**2).sum() / max(1, len(gains_G) - 1))
@@ -68,20 +69,20 @@ def standardised(rewards_G: Floats | Values, penalties_G: Values) -> Values:
 def leave_one_out(rewards_G: Floats | Values, penalties_G: Values) -> Values:
     """A_i = R_i − mean of the others' R = G/(G − 1) · (R_i − mean(R)): RLOO (arXiv 2402.14740), unbiased.
 
-    R is the reward less its penalty.
+    R is the reward minus its penalty.
     """
     size = len(rewards_G)
     return _centred(net_rewards(rewards_G, penalties_G)) * (size / max(1, size - 1))
 
 
 def net_rewards(rewards_G: Floats | Values, penalties_G: Values) -> Floats:
-    """[G] float32 rewards less penalties: what is equal stays so, whatever float64 has behind the last digit."""
+    """[G] float32 rewards minus penalties: equal values stay equal despite rounding errors of float64."""
     net_G: Floats = (rewards_G.astype(np.float64) - penalties_G).astype(np.float32)
     return net_G
 
 
 def _centred(values_G: Floats | Values) -> Values:
-    """[G] float64: each less their mean, 0 where all are equal: the mean of equal numbers may not be that number."""
+    """[G] float64 values minus their mean; 0 if all are equal, as the floating-point mean may differ from them."""
     if bool((values_G == values_G[:1]).all()):
         return np.zeros(len(values_G))
     values_G64 = values_G.astype(np.float64)
@@ -90,17 +91,17 @@ def _centred(values_G: Floats | Values) -> Values:
 
 
 def group_weight(baseline: Baseline, *, compared: int, graded: int, lost: int) -> float:
-    """The factor of the advantages of a group of whose planned rollouts ``lost`` never came to an end and of
-    whose ``graded`` only ``compared`` are compared and trained on.
+    """The factor of a group's advantages if ``lost`` of its planned rollouts never finished, and only ``compared`` of
+    its ``graded`` rollouts are compared and trained on.
 
-    Rollouts that a machine lost say nothing about the policy, so a group without them must weigh what it would have
-    weighed with them. Those that are quarantined do, so a group weighs by how many are not: each slot is a draw, and
-    one that is quarantined adds nothing. The sum of A ∇ log π over K compared ones is K · g on average with the others'
-    mean as baseline and (K − 1) · g with the mean; of N graded and G planned ones it shall be G · K/N · g, and with the
-    mean (G − 1)/G of that, the factor of a whole group. docs/control.md has the proof, and what g is. What the loss is
-    divided by is that of a whole group likewise (``Batch.num_lost_tokens``). With the standard deviation it is the
-    mean's, as far as a deviation is estimated as well from fewer, and that is assumed of a baseline of one's own. 1
-    where too few are left to be compared.
+    Rollouts lost to a machine say nothing about the policy, so a group without them must have the weight that it would
+    have with them. Quarantined ones do say something, so the weight of a group is proportional to the number of others:
+    each slot is a draw, and a quarantined one adds nothing. The sum of A ∇ log π over K compared rollouts is on average
+    K · g with the others' mean as baseline and (K − 1) · g with the mean. For N graded and G planned rollouts it shall
+    be G · K/N · g, and with the mean (G − 1)/G of that, the factor of a whole group. docs/control.md has the proof, and
+    defines g. The divisor of the loss is also that of a whole group (``Batch.num_lost_tokens``). The standard deviation
+    uses the factor of the mean, assuming that fewer rollouts estimate a deviation equally well; so does a custom
+    baseline. 1 if too few are left to be compared.
     """
     if compared < FEWEST_COMPARED:
         return 1.0

@@ -1,21 +1,21 @@
-"""Baselines without groups: what a live session's reward is compared with, one rollout a prompt.
+"""Baselines without groups: references for the reward of a live session, with one rollout per prompt.
 
     sessions of a batch ─────┐
-    sessions of earlier steps┴─▶ what was to be expected of each ──▶ reward − that ──▶ Credit of each turn
+    sessions of earlier steps┴─▶ expected reward of each ──▶ reward − expected ──▶ Credit of each turn
 
-Owns the baselines, one function each, by name (:data:`etude.config.live.LIVE_BASELINES`), and how they become
+Owns the baselines, one function each, by name (:data:`etude.config.live.LIVE_BASELINES`), and their conversion to
 advantages of turns. Pure.
 
-With s the score of what a session sampled and x what was there before, E[b · s | x] = 0 for any b that is a function of
-x, of other sessions and of their rewards, as far as these do not depend on what *this* session sampled. So a baseline
-changes the noise and nothing else. Three things it must not see:
+With s the score of a session's sampled tokens and x its context, E[b · s | x] = 0 for any b that is a function of x, of
+other sessions and of their rewards, if these do not depend on the samples of *this* session. So a baseline changes only
+the variance. It must not depend on three things:
 
 - its own reward;
-- the length of what was sampled, which the model decides: short answers would be compared with short ones, and a model
-  that gets everywhere by being short would never learn that it is good;
-- later sessions of the same user, who may be in a temper because of this one.
+- the sampled length, which the model decides: short answers would be compared with short ones, and a model that
+  succeeds by being short would never learn that this is good;
+- later sessions of the same user, whose mood this one may have changed.
 
-Legend: N sessions that are compared, M all that they may be compared with, earlier ones in front.
+Legend: N sessions of the batch, M sessions that they may be compared with, earlier ones first.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,29 +33,29 @@ from etude.trainer.batching.credit import Credit, masked, turn_values
 from etude.types import Mask, Observation, ObservedSession, Rollout
 
 PRIOR = 4.0
-"""Sessions that the mean of all is worth, where a mean of few is drawn towards it."""
+"""Weight of the overall mean, in sessions, when a mean of few sessions is shrunk towards it."""
 NEIGHBOURS = 16
-"""Sessions that one is compared with, the most similar."""
+"""Number of most similar sessions that one is compared with."""
 FEWEST_FITTED = 32
-"""Earlier sessions, below which there is no model of values."""
+"""Fewest earlier sessions for which a value model is fitted."""
 LINEAR_RIDGE = 4.0
-"""Sessions that the penalty of the model of values weighs as much as."""
+"""Ridge penalty of the value model, in units of sessions."""
 ROUNDING = 1e-12
-"""Share of a value below which an advantage is none: a mean of equal numbers may not be that number."""
+"""Relative size below which an advantage counts as 0: the floating-point mean of equal numbers may differ from them."""
 MOST_SLOPE = 1.5
-"""Largest part of what the model of values says that a control variate believes."""
+"""Largest factor of the value model's prediction in the control variate."""
 
 
 class ValuedSession(NamedTuple):
-    """A session, and what came of it from some turn on."""
+    """A session, and its value from some turn on."""
 
     observation: Observation
     value: float
 
 
 LiveBaseline: TypeAlias = Callable[[Sequence[ValuedSession], Sequence[ValuedSession]], Values]
-"""A function of the sessions of a batch, in the order in which they were admitted, and of earlier steps' sessions, that
-gives what was to be expected of each of the batch, [N].
+"""A function of the batch's sessions, in order of admission, and of earlier steps' sessions; returns the expected value
+of each session of the batch, [N].
 """
 
 
@@ -75,13 +75,13 @@ def none(present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) -> 
 
 
 def template_mean(present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) -> Values:
-    """The mean of the other sessions of the same template, drawn towards the others' mean where they are few."""
+    """The mean of the other sessions of the same template, shrunk towards the mean of all others if they are few."""
     same_NM = _equal([one.observation.template for one in present], [one.observation.template for one in earlier])
     return _mean_of(same_NM, present, earlier)
 
 
 def user_day_mean(present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) -> Values:
-    """The mean of what the same user's sessions of the same day came to before, drawn towards the others' mean."""
+    """The mean of the same user's earlier sessions of the same day, shrunk towards the mean of all others."""
     days = [[(one.observation.user, one.observation.day) for one in some] for some in (present, earlier)]
     return _mean_of(_equal(*days), present, earlier)
 
@@ -103,9 +103,10 @@ def similar(present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) 
 
 
 def value_model(present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) -> Values:
-    """Ridge regression of values on what is there before the model says anything, of earlier steps alone.
+    """Ridge regression of values on features of the context before the model's first token, fitted on earlier steps
+    only.
 
-    The features are :mod:`etude.session_features`'s. Without enough earlier sessions it is the others' mean.
+    The features are from :mod:`etude.session_features`. Without enough earlier sessions it is the others' mean.
     """
     if len(earlier) < FEWEST_FITTED:
         return _mean_of(np.zeros((len(present), len(earlier) + len(present)), bool), present, earlier)
@@ -120,17 +121,17 @@ def value_model(present: Sequence[ValuedSession], earlier: Sequence[ValuedSessio
     middle_D, width_D = rows_MD.mean(axis=0), np.maximum(rows_MD.std(axis=0), 1e-9)
     fitted_D, intercept = fit_linear((rows_MD - middle_D) / width_D, values_M, ridge=LINEAR_RIDGE)
     ours = [features.row(one.observation, records.get(one.observation.user, UserRecord())) for one in present]
-    scaled_ND = ((np.array(ours) - middle_D) / width_D).clip(-10, 10)  # a name that was never met has no width
+    scaled_ND = ((np.array(ours) - middle_D) / width_D).clip(-10, 10)  # an unseen name has no width
     values_N: Values = scaled_ND @ fitted_D + intercept
     return values_N
 
 
 def control_variate(present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) -> Values:
-    """The others' mean, corrected by what the model of values says of the session: b = R̄ + β · (f − f̄).
+    """The others' mean, corrected by the value model's prediction f for the session: b = R̄ + β · (f − f̄).
 
-    β = Cov(R, f) / Var(f), R̄ and f̄ are of the *other* sessions of the batch, so that b is independent of what this one
-    sampled (control variates: Lavenberg & Welch, Management Science 1981; CUPED: Deng et al., WSDM 2013). Where the
-    model is stale or wrong β says so; where the policy has moved on R̄ does.
+    β = Cov(R, f) / Var(f), R̄ and f̄ are of the *other* sessions of the batch, so that b is independent of this
+    session's samples (control variates: Lavenberg & Welch, Management Science 1981; CUPED: Deng et al., WSDM 2013). β
+    corrects for a stale or wrong model, R̄ for changes of the policy.
     """
     expected_N = value_model(present, earlier)
     others_NN = _others(present, ()).astype(np.float64)
@@ -149,10 +150,10 @@ def control_variate(present: Sequence[ValuedSession], earlier: Sequence[ValuedSe
 def live_credits(
     rollouts: Sequence[Rollout], config: CreditConfig, comparison: LiveComparison, penalties_N: Values
 ) -> tuple[Credit, ...]:
-    """The credit of live sessions, [N] in the order in which they were admitted, by the kind of ``[credit]``.
+    """The credit of live sessions, [N] in order of admission, by the kind of ``[credit]``.
 
-    A turn's value is compared with what the others came to from the same turn on; beyond the last turn that any other
-    had, with what that came to. Penalties are compared with the mean of the others'.
+    A turn's value is compared with the others' values at the same turn, or at the last turn that any other session has.
+    Penalties are compared with the others' mean penalty.
     """
     baseline = cast("LiveBaseline", LIVE_BASELINES.find(comparison.baseline))
     rewards_N = np.array([rollout.reward for rollout in rollouts], np.float64)
@@ -178,7 +179,7 @@ def live_credits(
 
 
 def _less(values_T: Values, taken_T: Values) -> Values:
-    """[T] the difference, 0 where it is rounding alone."""
+    """[T] the difference, 0 where it is only a rounding error."""
     difference_T = values_T - taken_T
     return np.where(np.abs(difference_T) <= ROUNDING * np.abs(values_T), 0.0, difference_T)
 
@@ -189,7 +190,7 @@ def _observation(rollout: Rollout) -> Observation:
 
 
 def _equal(present: Sequence[object], earlier: Sequence[object]) -> Mask:
-    """[N, M] where two are the same."""
+    """[N, M] true where two names are equal."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys([*earlier, *present]))}
     ours_N, all_M = (np.array([numbers[name] for name in some], np.int64) for some in (present, [*earlier, *present]))
     same_NM: Mask = ours_N[:, None] == all_M[None]
@@ -197,7 +198,7 @@ def _equal(present: Sequence[object], earlier: Sequence[object]) -> Mask:
 
 
 def _others(present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) -> Mask:
-    """[N, M] what each may be compared with: not itself, and nothing later of the same user."""
+    """[N, M] sessions that each may be compared with: neither itself nor a later one of the same user."""
     users = [[one.observation.user for one in some] for some in (present, earlier)]
     order_N, order_M = np.arange(len(present)), np.arange(-len(earlier), len(present))
     later_NM = order_M[None] >= order_N[:, None]
@@ -206,7 +207,9 @@ def _others(present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) 
 
 
 def _mean_of(chosen_NM: Mask, present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) -> Values:
-    """[N] the mean over the chosen others, drawn towards that of the batch's, or without any that of earlier ones."""
+    """[N] the mean over the chosen others, shrunk towards the mean of the batch's others or, without any, of earlier
+    ones.
+    """
     others_NM = _others(present, earlier)
     values_M = np.array([one.value for one in (*earlier, *present)])
     batch_NN = others_NM[:, len(earlier) :]

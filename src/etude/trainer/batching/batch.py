@@ -1,8 +1,8 @@
 """Rollout groups to the batch of one optimiser step.
 
-Owns which rollouts and groups carry a signal and what is counted about the others. Does not own which groups belong to
-the step (:mod:`etude.ledger`), which turn is credited with what (:mod:`etude.trainer.batching.credit`) or how a batch
-is cut to fit into memory (:mod:`etude.trainer.batching.packing`). Pure.
+Owns the choice of rollouts and groups with a signal, and the statistics of the others. Does not own the groups of a
+step (:mod:`etude.ledger`), the credit of turns (:mod:`etude.trainer.batching.credit`) or the division of a batch into
+micro-batches (:mod:`etude.trainer.batching.packing`). Pure.
 
 Array legend: G rollouts of a group.
 """
@@ -24,7 +24,7 @@ from etude.types import Batch, Group, Ids, Rollout, Trajectory
 
 NO_PENALTIES: Mapping[str, float] = MappingProxyType({})
 ALIKE_IN_ALL_TURNS = CreditConfig()
-"""Credit of a recipe that says nothing of it."""
+"""Credit of a recipe without ``[credit]``."""
 NOT_LIVE = LiveComparison()
 
 
@@ -38,14 +38,14 @@ def build_batch(
 ) -> Batch:
     """The batch that turns weight version ``step - 1`` into ``step``.
 
-    ``penalties`` (rollout → what is taken off its reward) count where rewards are compared by ``baseline``; the batch's
-    statistics keep the rewards as they were given. A group in which every turn's advantage is 0, as where all rewards
-    are equal, has no signal: its rollouts are counted, in rewards and staleness, but not trained on. A quarantined
-    rollout is in none of these: the others are compared without it, and count no more for that. A group that lost
-    rollouts to infrastructure weighs what it would have weighed with them, in advantages and in what these are divided
-    by; a group of importance weight w counts w times in both. A live session is a group of one and is compared with the
-    other sessions, as ``live`` says. ``trajectories`` is empty when nothing is left of any group. Raises ``ValueError``
-    without groups, and as :func:`~etude.trainer.batching.credit.turn_credits` does.
+    ``penalties`` (rollout → deduction from its reward) apply only where ``baseline`` compares rewards; the batch's
+    statistics have the original rewards. A group in which every advantage is 0, for example because all rewards are
+    equal, has no signal: its rollouts count in rewards and staleness but are not trained on. A quarantined rollout is
+    excluded from all of these: the others are compared without it, at unchanged weight. A group that lost rollouts to
+    infrastructure has the same weight as with them, in advantages and in their divisors; a group of importance weight w
+    counts w times in both. A live session is a group of one and is compared with other sessions, as ``live`` says.
+    ``trajectories`` is empty if no group has anything to train on. Raises ``ValueError`` without groups, and as
+    :func:`~etude.trainer.batching.credit.turn_credits` does.
     """
     if not groups:
         raise ValueError(f"step {step} has no groups: a batch needs at least one")
@@ -126,7 +126,9 @@ def _trajectories(group: Group, credited: Sequence[Credit], weight: float) -> li
 
 
 def _staleness(groups: Sequence[Group], *, trained_version: int) -> Ids:
-    """[sampled tokens of all groups] how many versions the trainer was ahead of the one that sampled the token."""
+    """[sampled tokens of all groups] number of versions by which the trainer is ahead of the one that sampled the
+    token.
+    """
     versions = [
         turn.versions
         for group in groups
@@ -140,8 +142,8 @@ def _staleness(groups: Sequence[Group], *, trained_version: int) -> Ids:
 def shuffle_rewards(group: Group, *, seed: int) -> Group:
     """The group with the same rewards, each given to a rollout drawn at random; quarantined rollouts keep theirs.
 
-    Advantages keep their distribution and lose their relation to what was done: each rollout's expected advantage is 0.
-    The same seed and group give the same order, in every process.
+    Advantages keep their distribution but no longer depend on the rollout's actions: each rollout's expected advantage
+    is 0. The same seed and group give the same order in every process.
     """
     places = [place for place, rollout in enumerate(group.rollouts) if not rollout.is_quarantined]
     drawn = np.random.default_rng((seed, group.index)).permutation(places)

@@ -6,15 +6,15 @@ any other turn (a sub-agent, an edited history, a summary) opens a new one. Each
     turn 1   prompt ▒▒▒▒ sampled ███
     turn 2   prompt ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒ sampled ██           branch = ▒▒▒▒███▒▒▒▒▒██   (█ trained, ▒ context)
 
-What a new branch shares with an older one is context in it, so every sampled token is trained exactly once. A turn that
-must not be trained on is context wherever it stands, and a branch goes no further than its last turn that is trained.
+Tokens that a new branch shares with an older one are context in it, so every sampled token is trained exactly once. A
+turn that must not be trained on is context in every branch, and a branch ends with its last trained turn.
 
-It takes time with the tokens of all branches, not with what each turn read again: prompts that are views of one array
-(:mod:`etude.ledger.turns`) are known to agree as far as both go. Others are compared.
+The run time is linear in the tokens of all branches, not of all prompts: prompts that are views of one array
+(:mod:`etude.ledger.turns`) share their common length without a comparison. Others are compared.
 
-Routes are stitched likewise. A token's row of experts matters twice: for the token that was sampled after it and, as
-context, for all later ones. Rows that sampled something come from the turn that did; all others from the newest turn
-that read them, so the last token of a branch has none. Pure.
+Routes are joined in the same way. A token's row of experts matters twice: for the token sampled after it and, as
+context, for all later ones. The rows that produced sampled tokens come from the turn that sampled; all others from the
+newest turn that read them, so the last token of a branch has none. Pure.
 
 Array legend: T turns of a rollout, L tokens of a trajectory.
 """
@@ -29,7 +29,7 @@ from etude.types import NO_ROUTE, UNSAMPLED, Floats, Mask, Rollout, Routes, Samp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weighed:
-    """A turn that sampled something, and what becomes of it."""
+    """A turn with sampled tokens, its advantage, and whether it is trained."""
 
     turn: Turn
     advantage: np.float32
@@ -42,7 +42,7 @@ class _Weighed:
 
     @property
     def sampled(self) -> slice:
-        """Span of its branch that it sampled."""
+        """Span of the turn's sampled tokens in its branch."""
         return slice(len(self.turn.prompt_ids), self.length)
 
 
@@ -51,22 +51,22 @@ def build_trajectories(
 ) -> tuple[Trajectory, ...]:
     """One trajectory per branch of the rollout, in order of their first turns.
 
-    ``advantage`` is that of all sampled tokens, or, [T], of each turn's. ``trained`` [T] says which turns are trained
-    on, ``None`` all of them; a branch without any makes no trajectory. Turns that sampled nothing carry nothing to
-    train on and are left out. Payloads of turns must have been fetched. Raises ``ValueError`` where the turns of a
-    branch have routes of different shapes.
+    ``advantage`` applies to all sampled tokens or, with shape [T], to each turn's. ``trained`` [T] marks the turns to
+    train on, ``None`` all of them; a branch without any makes no trajectory. Turns without sampled tokens are left out.
+    Payloads of turns must have been fetched. Raises ``ValueError`` if the turns of a branch have routes of different
+    shapes.
     """
     branches = _trained_branches(rollout, advantage, trained)
     return tuple(_trajectory(rollout.rollout_id, branch) for branch in branches)
 
 
 def count_trajectories(rollout: Rollout, trained: Mask | None = None) -> int:
-    """Number of trajectories that :func:`build_trajectories` makes, without making them."""
+    """Number of trajectories that :func:`build_trajectories` would make."""
     return len(_trained_branches(rollout, 0.0, trained))
 
 
 def _trained_branches(rollout: Rollout, advantage: float | Floats, trained: Mask | None) -> list[list[_Weighed]]:
-    """The turns of each branch up to its last one that is trained; those without any are left out."""
+    """The turns of each branch up to its last trained one; branches without any are left out."""
     turns = len(rollout.turns)
     advantages_T = np.broadcast_to(np.asarray(advantage, np.float32), turns)
     trained_T = np.broadcast_to(True if trained is None else trained, turns)
@@ -90,7 +90,7 @@ def _continued_by(turn: Turn, branches: Sequence[list[_Weighed]]) -> list[_Weigh
 
 
 def _trajectory(rollout_id: str, branch: Sequence[_Weighed]) -> Trajectory:
-    """The last turn's prompt holds every token before it; each turn knows where its own were sampled."""
+    """The trajectory of a branch: the last turn's prompt has all earlier tokens, and each turn has its span."""
     assert all(one.turn.payload is None for one in branch), f"payloads of rollout {rollout_id} were not fetched"
     last, trained, length = branch[-1].turn, [one for one in branch if one.trained], branch[-1].length
     loss_mask = np.zeros(length, bool)
@@ -119,7 +119,7 @@ def _trajectory(rollout_id: str, branch: Sequence[_Weighed]) -> Trajectory:
 
 
 def _routes(rollout_id: str, branch: Sequence[_Weighed]) -> Routes | None:
-    """[L, layers, k], ``NO_ROUTE`` where no turn says; ``None`` where none says anything."""
+    """[L, layers, k], ``NO_ROUTE`` where no turn recorded one; ``None`` if no turn recorded any."""
     recorded = [(one, one.turn.routes) for one in branch if one.turn.routes is not None]
     if not recorded:
         return None
@@ -127,7 +127,7 @@ def _routes(rollout_id: str, branch: Sequence[_Weighed]) -> Routes | None:
     if len(shapes) > 1:
         raise ValueError(f"rollout {rollout_id}: its turns have routes of different shapes {shapes}: of which model?")
     stitched = np.full((branch[-1].length, *shapes.pop()), NO_ROUTE, np.uint16)
-    newest, routes = recorded[-1]  # it read all that the others read
+    newest, routes = recorded[-1]  # it read everything that the others read
     context = max(newest.sampled.start - 1, 0)
     stitched[:context] = routes[:context]
     for one, routes in recorded:
@@ -137,7 +137,7 @@ def _routes(rollout_id: str, branch: Sequence[_Weighed]) -> Routes | None:
 
 
 def _sampling_mask(trained: Sequence[_Weighed], length: int) -> SamplingMask | None:
-    """[L], empty where nothing was sampled or nothing was cut; ``None`` where nothing was cut at all."""
+    """[L], empty for tokens that were not sampled or not truncated; ``None`` if no token was truncated."""
     recorded = [(one.sampled, one.turn.sampling_mask) for one in trained if one.turn.sampling_mask is not None]
     if not recorded:
         return None

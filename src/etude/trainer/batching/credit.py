@@ -1,13 +1,14 @@
 """Credit of each turn of a group's rollouts.
 
-    rewards, turn rewards, branches ──▶ what came after a turn ──▶ less what came after others' ──▶ Credit of a rollout
+    rewards, turn rewards, branches ──▶ value after each turn ──▶ minus that of other rollouts ──▶ Credit of a rollout
 
-Owns the kinds of ``[credit]``, one function each, and which turns are trained on: a turn that rollouts share is trained
-once, in the first of them; a summary may be masked. What a reward is compared with where all turns of a rollout count
-alike is :mod:`etude.trainer.batching.advantage`'s. Pure; docs/credit.md derives what each kind estimates.
+Owns the kinds of ``[credit]``, one function each, and the choice of turns to train on: a turn that several rollouts
+share is trained once, in the first of them; a summary may be masked. The baselines for the case that all turns of a
+rollout get the same credit are in :mod:`etude.trainer.batching.advantage`. Pure; docs/credit.md derives the estimator
+of each kind.
 
-Of a turn with score s, every kind but ``rollout`` has the form A = V − b: V is an unbiased value of what the turn led
-to, and b was computed from rollouts that the turn had no part in. So E[b · s] = 0 exactly, whatever b is.
+For a turn with score s, every kind but ``rollout`` has the form A = V − b: V is an unbiased estimate of the value after
+the turn, and b is computed from rollouts that do not contain the turn. So E[b · s] = 0 exactly, for any such b.
 
 Array legend: G rollouts of a group, T turns of a rollout, R those rollouts of the group that reached a turn.
 """
@@ -26,7 +27,7 @@ from etude.trainer.batching.advantage import FEWEST_COMPARED, Values, group_adva
 from etude.types import Floats, Mask, Rollout, TurnKind
 
 TurnKey: TypeAlias = tuple[str, int]
-"""A turn by the rollout that sampled it and its index there: rollouts that share it have it by the same key."""
+"""Key of a turn: the rollout that sampled it and its index there. Rollouts that share a turn use the same key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class Credit:
 
     @property
     def has_signal(self) -> bool:
-        """True if anything can be learnt from it."""
+        """True if any advantage is not 0."""
         return bool(self.advantages_T.any())
 
 
@@ -51,12 +52,12 @@ def turn_credits(
     baseline: Baseline = "mean",
     penalties_G: Values | None = None,
 ) -> tuple[Credit, ...]:
-    """The credit of each rollout of one group, in order. ``penalties_G`` are taken off ``rewards_G``, and where these
-    are divided by their deviation off what that leaves (:mod:`etude.trainer.batching.advantage`).
+    """The credit of each rollout of one group, in order. ``penalties_G`` are subtracted from ``rewards_G``; if rewards
+    are divided by their deviation, after the division (:mod:`etude.trainer.batching.advantage`).
 
-    With ``mean`` as baseline advantages are (G − 1)/G of what they are with ``leave_one_out``, whatever the kind.
-    Raises ``ValueError`` for a baseline that the kind does not know, and where rollouts share turns and the kind would
-    credit them more than once.
+    With ``mean`` as baseline, advantages are (G − 1)/G times those with ``leave_one_out``, for every kind. Raises
+    ``ValueError`` for a baseline that the kind does not support, and if rollouts share turns that the kind would credit
+    more than once.
     """
     if config.kind != "shared_prefix" and any(rollout.branch for rollout in rollouts):
         raise ValueError(f"rollouts of a group share turns, and credit.kind = {config.kind!r} would count them twice")
@@ -75,7 +76,7 @@ def turn_credits(
 
 
 def own_turns(rollouts: Sequence[Rollout]) -> tuple[Mask, ...]:
-    """[T] for each rollout: true where it is the first of its group to have the turn."""
+    """[T] for each rollout: true where it is the first of its group with this turn."""
     if not any(rollout.branch for rollout in rollouts):
         return tuple(np.ones(len(rollout.turns), bool) for rollout in rollouts)
     seen: set[TurnKey] = set()
@@ -89,7 +90,7 @@ def own_turns(rollouts: Sequence[Rollout]) -> tuple[Mask, ...]:
 def turn_keys(rollouts: Sequence[Rollout]) -> tuple[tuple[TurnKey, ...], ...]:
     """The key of every turn of every rollout.
 
-    A rollout that shares turns with one that is not here (it failed, or was taken out) has them by that one's name.
+    Turns shared with an absent rollout (failed or removed) keep that rollout's name in their keys.
     """
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     return tuple(tuple(_key(rollout, turn, by_id) for turn in range(len(rollout.turns))) for rollout in rollouts)
@@ -103,19 +104,20 @@ def alike_in_all_turns(rollouts: Sequence[Rollout], advantages_G: Floats) -> lis
 def discounted(
     rollouts: Sequence[Rollout], rewards_G: Floats, config: CreditConfig, baseline: Baseline
 ) -> list[Values]:
-    """``discounted``: V_t = γ^(T−1−t) · R, less the mean of what that was for the others at the same turn.
+    """``discounted``: V_t = γ^(T−1−t) · R, minus the others' mean of V at the same turn.
 
-    Not γ^(T−1−t) · (R − mean): how long a rollout goes on is the turn's own doing, so that factor before the baseline
-    would reward length by itself, and does so the more, the better the group is.
+    Not γ^(T−1−t) · (R − mean): the turn itself influences the length of the rollout, so a factor on the baseline would
+    reward length as such, and more so in a better group.
     """
     return _scaled(less_the_others(_turn_values(rollouts, rewards_G, config)), baseline)
 
 
 def shaped(rollouts: Sequence[Rollout], rewards_G: Floats, config: CreditConfig, baseline: Baseline) -> list[Values]:
-    """``shaped``: V_t = Σ_{k≥t} γ^(k−t) · w · r_k + γ^(T−1−t) · R, less the others' mean at the same turn.
+    """``shaped``: V_t = Σ_{k≥t} γ^(k−t) · w · r_k + γ^(T−1−t) · R, minus the others' mean at the same turn.
 
     r are ``Rollout.turn_rewards`` and w is ``shaping``. Rewards of the form r_k = γ·Φ(h_{k+1}) − Φ(h_k), with Φ = 0 at
-    the end, take Φ(h_t) off V_t and change no gradient (Ng, Harada and Russell, ICML 1999); any others may be farmed.
+    the end, subtract Φ(h_t) from V_t and do not change the expected gradient (Ng, Harada and Russell, ICML 1999); any
+    other turn rewards can be exploited.
     """
     return _scaled(less_the_others(_turn_values(rollouts, rewards_G, config)), baseline)
 
@@ -123,15 +125,15 @@ def shaped(rollouts: Sequence[Rollout], rewards_G: Floats, config: CreditConfig,
 def shared_prefix(
     rollouts: Sequence[Rollout], rewards_G: Floats, config: CreditConfig, baseline: Baseline
 ) -> list[Values]:
-    """``shared_prefix``: what the rollouts through a turn came to, less what others came to from the same beginning.
+    """``shared_prefix``: rewards of the rollouts through a turn, minus those of others with the same prefix.
 
         A_n = Σ_{i through n} (R_i − b_n),    b_n = mean of R over the rollouts of the longest prefix that are not
                                                     through n
 
-    Where nothing branches b_n is the mean of all others and A_n the leave-one-out advantage. The sum, trained once, is
-    what the rollouts through n would be trained on together: a shared turn stands for all of them. Values of prefixes
-    by continuing them are VinePPO's (arXiv 2410.01679, section 4), to train on the continuations, too, is TreeRL's
-    (2506.11902) and Tree-GRPO's (2509.21240). They take the mean of all rollouts of a prefix, the turn's own included.
+    Without branches, b_n is the mean of all others and A_n the leave-one-out advantage. A shared turn is trained once,
+    with the sum over all rollouts through it. VinePPO (arXiv 2410.01679, section 4) estimates the value of a prefix
+    from its continuations; TreeRL (2506.11902) and Tree-GRPO (2509.21240) also train on these. They take the mean of
+    all rollouts of a prefix, including the turn's own.
     """
     keys = turn_keys(rollouts)
     through: dict[TurnKey, list[int]] = {}
@@ -144,18 +146,18 @@ def shared_prefix(
 
 CREDITS: Mapping[CreditKind, Callable[[Sequence[Rollout], Floats, CreditConfig, Baseline], Sequence[Values]]]
 CREDITS = MappingProxyType({"discounted": discounted, "shaped": shaped, "shared_prefix": shared_prefix})
-"""Kind by turn → the function: the advantages [T] of each rollout's turns."""
+"""Kind that differs by turn → its function: the advantages [T] of each rollout's turns."""
 SHARES: Mapping[Baseline, Callable[[int], float]] = MappingProxyType(
     {"mean": lambda size: (size - 1) / size, "leave_one_out": lambda size: 1.0}
 )
-"""Baseline → of G rollouts, the share of an advantage over the others' mean that it leaves."""
+"""Baseline → function of G: the factor relative to an advantage over the others' mean."""
 
 
 def turn_values(
     sessions: Sequence[tuple[int, Sequence[float]]], rewards: Floats | Values, config: CreditConfig
 ) -> list[Values]:
-    """[T] V of the turns of each session, as its kind has it, before anything is taken off: ``sessions`` are their
-    numbers of turns and, where turns are rewarded, the rewards of these.
+    """[T] V of the turns of each session by the configured kind, before a baseline is subtracted. ``sessions`` has the
+    number of turns of each and, if turns are rewarded, their rewards.
     """
     options = config.options
     discount = options.discount if isinstance(options, DiscountedOptions | ShapedOptions) else 1.0
@@ -175,10 +177,10 @@ def returns_to_go(reward: float, turn_rewards_T: Values, discount: float) -> Val
 
 
 def less_the_others(values: Sequence[Values]) -> list[Values]:
-    """[T] of each rollout: its values less the mean of the others' at the same turn, over those that got that far.
+    """[T] for each rollout: its values minus the others' mean at the same turn, over those that have this turn.
 
-    Where no other did, of the last turn that any of them had. 0 where all that are compared are equal, and where there
-    is no other.
+    If no other has it, the mean at the last turn that any of them has. 0 if all compared values are equal or there is
+    no other.
     """
     advantages = [np.zeros(len(values_T)) for values_T in values]
     if len(values) < FEWEST_COMPARED:
@@ -212,7 +214,9 @@ def _key(rollout: Rollout, turn: int, by_id: Mapping[str, Rollout]) -> TurnKey:
 
 
 def _compared(path: Sequence[TurnKey], through: Mapping[TurnKey, Sequence[int]], rewards_G: Values) -> Values:
-    """[T] of one rollout. ``others`` left at the last branching so far: who shares a turn shares what was before."""
+    """[T] for one rollout. ``others`` are those that left at the last branch so far; rollouts that share a turn share
+    its prefix.
+    """
     advantages = []
     before: Sequence[int] = range(len(rewards_G))
     others: list[int] = []
@@ -226,14 +230,14 @@ def _compared(path: Sequence[TurnKey], through: Mapping[TurnKey, Sequence[int]],
 
 
 def _gain(own: Values, others: Values) -> float:
-    """Σ (R − mean of the others' R) over ``own``; 0 where there are no others, and where all are equal."""
+    """Σ (R − mean of the others' R) over ``own``; 0 if there are no others or all are equal."""
     if not len(others) or ((own == others[0]).all() and (others == others[0]).all()):
-        return 0.0  # the mean of equal numbers may not be that number
+        return 0.0  # the floating-point mean of equal numbers may differ from them
     return float(own.sum() - len(own) * others.mean())
 
 
 def _around(values: Sequence[float]) -> Values:
-    """[R] each less the mean of the others."""
+    """[R] each value minus the mean of the others."""
     values_R = np.array(values)
     if (values_R == values_R[0]).all():
         return np.zeros(len(values_R))
@@ -251,7 +255,7 @@ def _scaled(advantages: Sequence[Values], baseline: Baseline) -> list[Values]:
 
 
 def masked(rollout: Rollout, advantages_T: Floats | Values, own_T: Mask, config: CreditConfig) -> Credit:
-    """The credit of a rollout, 0 where a turn is not trained on: another rollout's, or a summary that is masked."""
+    """The credit of a rollout; 0 for turns that are not trained: those of another rollout, and masked summaries."""
     trained_T = own_T
     if config.summaries == "mask":
         trained_T = own_T & np.array([turn.kind is not TurnKind.SUMMARY for turn in rollout.turns], bool)

@@ -1,7 +1,7 @@
 """Encoding of trajectories as bytes, bit for bit, for other processes of the trainer.
 
-A safetensors file in memory: one array per field and trajectory, what is no array in the header. Owns the form only;
-where the bytes go is its caller's.
+A safetensors file in memory: one array per field and trajectory; other values are in the header. Owns only the format;
+the caller transfers the bytes.
 """
 
 import json
@@ -18,7 +18,7 @@ ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "temperatures", "adv
 MAYBE = ("routes", "old_logprobs", "reference_logprobs")
 """Arrays that not every trajectory has."""
 HEADER = "header"
-"""Holds what is no array, as JSON in bytes."""
+"""Key of all values that are not arrays, as JSON in bytes."""
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:

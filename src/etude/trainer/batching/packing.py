@@ -1,14 +1,15 @@
 """Packing of a batch into micro-batches of one forward and backward pass, balanced over ranks.
 
-    lengths ──▶ as few pieces as can be, a multiple of the ranks ──▶ sorted by cost ──▶ a pass: a piece for each rank
-                longest first, each to the cheapest with room                           the dearest pieces first
+    lengths ──▶ fewest micro-batches, a multiple of the ranks ──▶ sorted by cost ──▶ a pass: a micro-batch for each rank
+                longest first, each to the cheapest with room                        the most expensive ones first
 
-Sequences lie back to back in a piece, so there is no padding to save: what is left to decide is who computes what,
-and in how many passes. All ranks run a pass at the same time and wait for each other in every layer, where parameters
-are gathered and gradients reduced. Hence as many passes on every rank, some of them empty perhaps, and pieces of like
-cost in one pass: a step takes as long as the sum of its passes' dearest pieces.
+Sequences are concatenated in a micro-batch, so there is no padding to save: the remaining choices are the assignment to
+ranks and the number of passes. All ranks run a pass at the same time and wait for each other in every layer, where
+parameters are gathered and gradients reduced. So every rank has the same number of passes, some perhaps empty, and the
+micro-batches of a pass have similar costs: a step takes as long as the sum over passes of the most expensive
+micro-batch.
 
-Owns that and the price it goes by. Does not know what a sequence is beyond its length, nor what a rank is. Pure.
+Owns this packing and the cost model. Knows only the lengths of sequences and the number of ranks. Pure.
 """
 
 from collections.abc import Sequence
@@ -19,21 +20,21 @@ from etude.models.flops import pair_flops, token_flops, window_flops
 from etude.models.spec import ModelSpec
 
 MicroBatch: TypeAlias = tuple[int, ...]
-"""Sequences that go through the model together, by their index, longest first; empty: a pass without any."""
+"""Indices of sequences that go through the model together, longest first; may be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """Cost of a sequence of L tokens: ``per_token`` · L + ``per_pair`` · L(L + 1)/2, in any one unit.
 
-    The second term is causal attention, in which token i looks at i + 1 others, itself included. FLOPs of a model:
+    The second term is causal attention, in which token i attends to i + 1 tokens, including itself. FLOPs of a model:
     :mod:`etude.models.flops`.
     """
 
     per_token: float
     per_pair: float
     per_windowed_pair: float = 0.0
-    """The same of attention that looks at ``window`` others at most."""
+    """The same for attention to at most ``window`` tokens."""
     window: int = 0
 
     def __post_init__(self) -> None:
@@ -42,7 +43,7 @@ class Cost:
 
     @classmethod
     def of_model(cls, spec: ModelSpec) -> Self:
-        """The operations of a model."""
+        """The cost in operations of a model."""
         return cls(
             per_token=token_flops(spec),
             per_pair=pair_flops(spec),
@@ -58,13 +59,12 @@ class Cost:
 
 
 def pack(lengths: Sequence[int], *, max_tokens: int, ranks: int, cost: Cost) -> list[list[MicroBatch]]:
-    """Pack sequences into micro-batches: as many on every rank, every sequence in exactly one, none cut.
+    """Pack sequences into micro-batches: the same number on every rank, every sequence whole and in exactly one.
 
-    A micro-batch has at most ``max_tokens`` tokens, but for a sequence that is longer by itself: it has one of its own.
-    Where one pass is enough and the limit is out of reach, the dearest rank costs at most 4/3 − 1/(3·ranks) times what
-    it would in the best division there is (LPT: R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969,
-    theorem 2). With several, no piece of a pass is cheaper than one of the next, so that all in all ranks differ by at
-    most the dearest piece.
+    A micro-batch has at most ``max_tokens`` tokens; a longer sequence gets one of its own. If one pass is enough and
+    the limit does not bind, the most expensive rank costs at most 4/3 − 1/(3·ranks) times the optimum (LPT: R. L.
+    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, theorem 2). With several passes, no micro-batch of a
+    pass is cheaper than one of the next, so the totals of ranks differ by at most the most expensive micro-batch.
 
     Equal input gives equal output. Raises ``ValueError`` on a length, limit or number of ranks below 1.
     """
@@ -80,7 +80,9 @@ def pack(lengths: Sequence[int], *, max_tokens: int, ranks: int, cost: Cost) -> 
 
 
 def _dealt(microbatches: Sequence[Sequence[int]], prices: Sequence[float], ranks: int) -> list[list[MicroBatch]]:
-    """Dearest first, a pass at a time; in each, the dearest piece to the rank that has spent least."""
+    """Deal the most expensive micro-batches first, one pass at a time: the most expensive of a pass to the rank with
+    the lowest cost so far.
+    """
     order = sorted(range(len(microbatches)), key=lambda place: -prices[place])
     shares: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     spent = [0.0] * ranks
@@ -95,7 +97,9 @@ def _dealt(microbatches: Sequence[Sequence[int]], prices: Sequence[float], ranks
 def _evenly(
     order: Sequence[int], count: int, lengths: Sequence[int], costs: Sequence[float], max_tokens: int
 ) -> list[list[int]]:
-    """Each index in turn in the cheapest of ``count`` bins that has room, the first of equals; [] if none has room."""
+    """Put each index in turn into the cheapest of ``count`` bins with room, the first of equals; [] if none
+    has room.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens, spent = [0] * count, [0.0] * count
     for index in order:
@@ -110,7 +114,7 @@ def _evenly(
 
 
 def _fewest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Bins in which each index in turn went to the first that had room (first fit, decreasing)."""
+    """Bins filled by first fit, decreasing: each index in turn goes to the first bin with room."""
     bins: list[list[int]] = []
     tokens: list[int] = []
     for index in order:

@@ -1,6 +1,6 @@
 """Spans of a rollout's turns in its trajectories.
 
-Building goes one way, many turns to a few sequences; the way back is a look at tokens. Pure.
+Trajectories are built from many turns; this module finds each turn again, by comparing tokens. Pure.
 """
 
 from collections import defaultdict
@@ -16,9 +16,9 @@ Place: TypeAlias = tuple[int, slice]
 
 
 def places(turns: Sequence[Turn], trajectories: Sequence[Trajectory]) -> list[Place | None]:
-    """The span in which each turn is trained; ``None`` for one that is only context, or nowhere.
+    """The span in which each turn is trained; ``None`` for a turn that is only context or absent.
 
-    ``trajectories`` are those that the turns were built into. Turns that read and said the same are told apart by their
+    ``trajectories`` are those built from the turns. Turns with equal prompts and completions are distinguished by their
     order.
     """
     free: defaultdict[int, list[int]] = defaultdict(list)

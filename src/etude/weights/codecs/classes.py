@@ -1,4 +1,4 @@
-"""The exponent-class codec: where a weight may change is told by what it was.
+"""The exponent-class codec: the old value of a weight predicts whether it changes.
 
 An update of an Adam-like optimiser is about as large for small weights as for large ones, but the spacing of floats
 doubles with every exponent. So the chance that a weight changes halves from one exponent to the next larger one, and
@@ -10,8 +10,8 @@ are Elias-gamma codes with modelled length and leading digit, and a plain sign.
 
     body = top: u8 | words: u32[], decisions from the front and plain bits from the back
 
-The plain bits of a class begin with how many changes it has and how many digits of its gaps are plain; all of a class
-comes before the next class, and what was learnt in one is the first guess in the next.
+The plain bits of a class begin with its number of changes and the number of plain digits of its gaps; classes are coded
+one after another, and the models of one class are the initial models of the next.
 
 This file owns the body of a classes frame. Bits and models are ``range_coder.py``'s; headers, digests and the
 choice of a codec are ``frames.py``'s. Legend: n numbers of a chunk, k changed ones.

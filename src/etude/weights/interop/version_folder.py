@@ -1,4 +1,4 @@
-"""Version folders: how slime, miles, SGLang and Stitch hand weights over through a shared file system.
+"""Version folders: the format in which slime, miles, SGLang and Stitch exchange weights through a shared file system.
 
     <root>/weight_v000012/
         model-00000-of-00001.safetensors      tensor → U8 [n] its compressed change; __metadata__: tensor → checksum
@@ -21,8 +21,8 @@ count bytes:
     ``overwrite``   u32 count | u32 position of each changed byte | its new value. Applied twice it does no harm.
     ``xor_sparse``  u64 count | u64 position of each changed byte | new XOR old. Read by Stitch's fork of SGLang only.
 
-This file owns those folders and payloads, ``checkpoint.py`` the full versions. It is here to exchange weights with
-others, not to compete: our own ``frames.py`` needs about half the bytes.
+This file owns those folders and payloads, ``checkpoint.py`` the full versions. It serves only to exchange weights with
+other systems: étude's own ``frames.py`` needs about half the bytes.
 """
 
 import importlib
