@@ -50,5 +50,5 @@ def test_the_floor_rises_by_what_is_lost_and_not_by_what_is_at_work() -> None:
 
 
 def test_too_few_hours_are_refused() -> None:
-    with pytest.raises(UserError, match="--hours 3: 4 at least"):
+    with pytest.raises(UserError, match="--hours 3: growth can only be measured from 4 hours on"):
         bench_soak(3)

@@ -197,6 +197,22 @@ class Slicer:
         }
 
 
+def top_imports(text: str) -> list[str]:
+    """The imports that run when a module is imported, in a fixed order: those outside of functions."""
+    try:
+        waiting: list[ast.AST] = [ast.parse(text)]
+    except (SyntaxError, ValueError):
+        return [text]
+    imports = list[str]()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(ast.unparse(node))
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting.extend(ast.iter_child_nodes(node))
+    return imports
+
+
 def _without_imports(text: str, names: frozenset[str], project: Project) -> str:
     """A test module without imports of some names of its project; what uses them fails when it runs."""
     try:

@@ -27,7 +27,7 @@ from etude.taskgen.history.changed_files import ChangedFiles
 from etude.taskgen.history.mentions import functions_naming, is_named
 from etude.taskgen.history.proposals import MAX_LINES, Proposal, asked_by_tests, propose
 from etude.taskgen.history.records import HistoryRecord, digest_of_texts, id_of
-from etude.taskgen.history.slices import Slice, Slicer
+from etude.taskgen.history.slices import Slice, Slicer, top_imports
 from etude.taskgen.history.sources import Change, History
 from etude.taskgen.installs import environment
 from etude.taskgen.leaks import RemovedIdentifiers, removed_identifiers, search, without_repeated
@@ -117,9 +117,16 @@ class ChangePart:
         return replace(proof, about=proof.about[:MAX_ABOUT], others=others if has_sound else ())
 
     def _is_there_without(self, trees: ChangeTrees) -> Callable[[str], bool]:
-        """A test of node ids: their modules import nothing that only the part has, so can be imported without it."""
+        """A test of node ids: true if the module can be imported without the part, since it imports nothing new at its
+        top.
+        """
         without, complete = trees.slicer.nothing(), self.slice.hidden
-        return lambda test: without.get(place_of(test)[0]) == complete.get(place_of(test)[0])
+
+        def is_there(test: str) -> bool:
+            path = place_of(test)[0]
+            return top_imports(without.get(path, "")) == top_imports(complete.get(path, ""))
+
+        return is_there
 
     def _why_none_tells(self, named: Sequence[str], otherwise: Rejection) -> Rejection:
         """The reason why no test of some tells the part: the change does without it, or it needs more of the change;

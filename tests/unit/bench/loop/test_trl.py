@@ -47,7 +47,7 @@ async def ask(environments: Environments, **question: Json) -> dict[str, Json]:
 
 
 async def act(environments: Environments, call: str) -> str:
-    return str((await ask(environments, verb="act", world=0, call=call))["observation"])
+    return str((await ask(environments, verb="act", environment=0, call=call))["observation"])
 
 
 async def grade(environments: Environments, *replies: tuple[int, str, bool]) -> Json:
@@ -65,7 +65,7 @@ async def opened() -> AsyncIterator[Environments]:
 async def play() -> None:
     async for environments in opened():
         for environment in (0, 1):
-            await ask(environments, verb="reset", world=environment, task=0)
+            await ask(environments, verb="reset", environment=environment, task=0)
         assert (await act(environments, "test")).startswith("FAIL add(1, 2) = -1 want 3")
         assert await act(environments, REPAIR) == "ok"
         assert await act(environments, "test") == "PASS"
@@ -73,7 +73,7 @@ async def play() -> None:
         assert await grade(environments, (0, "submit", True), (1, "submit", True)) == [1.0, 0.0]
         assert await grade(environments, (0, "test", True)) == [0.0], "not submitted"
         assert await grade(environments, (0, "submit", False)) == [0.0], "cut before it ended"
-        await ask(environments, verb="reset", world=0, task=0)
+        await ask(environments, verb="reset", environment=0, task=0)
         assert await grade(environments, (0, "submit", True)) == [0.0], "a fresh world is broken again"
 
 
@@ -86,7 +86,7 @@ def test_a_question_that_is_not_answered_is_an_error() -> None:
         async for environments in opened():
             await ask(environments, verb="fly")
 
-    with pytest.raises(InfrastructureError, match="asks for 'fly'"):
+    with pytest.raises(InfrastructureError, match="unknown request 'fly'"):
         asyncio.run(unknown())
 
 
