@@ -50,7 +50,7 @@ ROW = re.compile(r"^\| \*\*(.+?)\*\* \| (.+?) \|", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+\.md)[^)]*\)")
 COMMENT = re.compile(r"\s+#.*$")
 ACTIVATE = re.compile(r"`(\. \.venv/bin/activate)`")
-NOTHING_LEARNT = re.compile(r"nothing was learnt says so, and ends with exit code (\d+)")
+NOTHING_LEARNT = re.compile(r"learnt nothing says so and ends with exit code (\d+)")
 PROGRAMS = {"etude", "make", "python", "hf", "pip", "podman", "kubectl"}
 """What a line of a block of ``text`` begins with if it is a command."""
 

@@ -42,7 +42,7 @@ mkdir made      # by hand
 etude run quickstart
 ```
 
-A run in which nothing was learnt says so, and ends with exit code 3; `. .venv/bin/activate` once.
+A run that learnt nothing says so and ends with exit code 3; `. .venv/bin/activate` once.
 
 ## Four ways in
 

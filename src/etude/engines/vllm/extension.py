@@ -4,8 +4,8 @@ vLLM imports this module in each worker, because ``--worker-extension-cls`` name
 vLLM can import it. The backend reads checkpoints and patches from files, ``host_copy.py`` does the rest. Importing the
 module registers the backend (vLLM docs: training/weight_transfer).
 """
-# mypy: disable-error-code="import-not-found,misc,untyped-decorator" vLLM is never installed beside étude: its classes
-# exist only in its own environment.
+# mypy: disable-error-code="import-not-found,misc,untyped-decorator"
+# vLLM is never installed beside étude: its classes exist only in its own environment.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
