@@ -113,20 +113,16 @@ class ChangePart:
         if proof.rejection in {Rejection.FLAKY, Rejection.UNSOLVED} and not any(run.ended for run in self.right):
             return replace(proof, rejection=self._why_none_tells(named, proof.rejection))
         others = proof.others[:OTHERS]
-        has_sound = any(map(self._is_there_without(trees), others))
+        has_sound = self._can_import_some(trees, others)
         return replace(proof, about=proof.about[:MAX_ABOUT], others=others if has_sound else ())
 
-    def _is_there_without(self, trees: ChangeTrees) -> Callable[[str], bool]:
-        """A test of node ids: true if the module can be imported without the part, since it imports nothing new at its
-        top.
-        """
+    def _can_import_some(self, trees: ChangeTrees, tests: Sequence[str]) -> bool:
+        """True if the module of some test can be imported without the part: it imports nothing new at its top."""
+        if not tests:
+            return False
         without, complete = trees.slicer.nothing(), self.slice.hidden
-
-        def is_there(test: str) -> bool:
-            path = place_of(test)[0]
-            return top_imports(without.get(path, "")) == top_imports(complete.get(path, ""))
-
-        return is_there
+        paths = {place_of(test)[0] for test in tests}
+        return any(top_imports(without.get(path, "")) == top_imports(complete.get(path, "")) for path in paths)
 
     def _why_none_tells(self, named: Sequence[str], otherwise: Rejection) -> Rejection:
         """The reason why no test of some tells the part: the change does without it, or it needs more of the change;
