@@ -121,12 +121,14 @@ def _play(
     gate = plan_phase("parity", config, fleet, run) if is_gated(config) else ()
     if is_fresh:
         *earlier, last = lineage.pending(config) or phases_of(config)[-1:]
-        beside = gate if is_gated_early(config) else ()
-        for phase, others in (*((phase, ()) for phase in earlier), (last, beside)):
+        for phase in earlier:
             events.write(PhaseStarted(phase=phase))
-            specs = (*plan_phase(phase, config, fleet, run), *others)
-            _keep_alive(specs, folder, config, before, events, progress)
-        gate = () if beside else gate
+            _keep_alive(plan_phase(phase, config, fleet, run), folder, config, before, events, progress)
+        events.write(PhaseStarted(phase=last))
+        specs = plan_phase(last, config, fleet, run)
+        if is_gated_early(config):
+            specs, gate = (*specs, *gate), ()
+        _keep_alive(specs, folder, config, before, events, progress)
     check_complete(lineage, config)
     is_taken_over = not placement.launcher.look().keys().isdisjoint(spec.name for spec in loop)
     if gate and not is_taken_over:  # running processes have already passed the gate
