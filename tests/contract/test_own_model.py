@@ -39,6 +39,9 @@ steps = 2
 tasks = 2
 """
 
+ENDS = (ExitCode.DONE, ExitCode.NOTHING_LEARNT)
+"""Random weights solve no task, but may write a call that fails: its hint teaches a few tokens."""
+
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -46,7 +49,7 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_foreign_checkpoint_goes_through_the_whole_loop(tmp_path: Path) -> None:
     recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
     recipe.write_text(RECIPE.format(checkpoint=make_checkpoint(tmp_path / "model")))
-    run_etude("run", recipe, "--out", run, status=ExitCode.NOTHING_LEARNT)  # random weights and two steps solve no task
+    run_etude("run", recipe, "--out", run, statuses=ENDS)
     shown = run_etude("show", run, "--group", 0)
     assert "<|im_start|>" not in shown
     run_etude("weights", "export", run, tmp_path / "hf")
