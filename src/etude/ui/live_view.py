@@ -1,11 +1,11 @@
 """The tab *Live*: users' sessions with feedback and reward, releases with their evidence, rollback.
 
-    GET /live                         counts, formula, newest sessions, suspects, releases, the test as it goes
+    GET /live                         counts, formula, newest sessions, suspects, releases, the running A/B test
     GET /live/sessions/{session}      one session: each part of its reward, as answered or estimated
     POST /live/rollback               {"version": 12, "by": "jane"} with the run's release key in X-Etude-Key
 
-Read-only except for a person's rollback request, which the process ``release`` answers, like that of `etude release
-rollback`. The key is compared and not stored.
+Read-only except for rollback requests, which the process ``release`` executes, as for `etude release rollback`. The key
+is compared and not stored.
 """
 
 import hmac
@@ -33,14 +33,14 @@ from etude.ui.runs import RunReader
 
 MOST_ROWS = 200
 SHORT = 10
-"""Digits of a pseudonym that are shown: enough to tell users apart."""
+"""Number of shown digits of a pseudonym: enough to distinguish users."""
 LONGEST_NAME = 100
 SUSPECTED = "quarantined: user."
-"""Beginning of the reason for which a group of a suspected user is dropped; the rule follows."""
+"""Prefix of the drop reason of a suspected user's group; the name of the rule follows."""
 
 
 def live(query: RunQuery) -> Json:
-    """All of the tab but single sessions."""
+    """The whole tab except single sessions."""
     limit, offset = query.number("limit", 50), query.number("offset", 0)
     if not 1 <= limit <= MOST_ROWS or offset < 0:
         raise UserError(f"limit={limit}, offset={offset}: expected 1 to {MOST_ROWS}, and 0 or more")
@@ -85,9 +85,9 @@ def session(query: RunQuery) -> Json:
 
 
 def rollback(query: RunQuery) -> Json:
-    """Request a rollback of the given version, which must be the next to be taken back. Raises
+    """Request a rollback of the given version, which must be the current candidate for a rollback. Raises
     :class:`~etude.ui.routes.Forbidden` without the key, and :class:`~etude.errors.UserError` if there is nothing to
-    roll back to, or another version is next.
+    roll back to, or another version is the candidate.
     """
     run, fix = query.run, f"`etude keys derive {query.run.folder.name} release` prints it"
     if not query.key:
@@ -178,7 +178,7 @@ def _row(record: SessionRecord, observed: ObservedSession | None) -> dict[str, J
 
 
 def _answered(observed: ObservedSession) -> float | None:
-    """Share of what the formula asks that was answered."""
+    """Share of the formula's values for which there is feedback."""
     answers = [value for values in observed.answers.values() for value in values]
     return sum(value is not None for value in answers) / len(answers) if answers else None
 
@@ -196,7 +196,7 @@ def _part(part: SignalPart) -> Json:
 
 
 def _worth(part: SignalPart, observed: ObservedSession | None, rollout: Rollout | None) -> Json:
-    """One part of a session's reward: what was answered, what it was taken for, what it came to."""
+    """One part of a session's reward: the answers, the treatment of missing ones, and the contribution."""
     answers = [] if observed is None else [*observed.answers.get(part.name, ())]
     value = None if rollout is None else rollout.reward_parts.get(part.name)
     silent = sum(answer is None for answer in answers)
@@ -210,7 +210,7 @@ def _worth(part: SignalPart, observed: ObservedSession | None, rollout: Rollout 
 
 
 def _rollout(archive: Archive, session_id: str) -> Rollout | None:
-    """The rollout that a session became; ``None`` for one that was stale, or has not been taken."""
+    """The rollout of a session; ``None`` if it was stale, or is not yet used for training."""
     try:
         return archive.rollout(session_id)[1]
     except UserError:
@@ -218,7 +218,7 @@ def _rollout(archive: Archive, session_id: str) -> Rollout | None:
 
 
 def _poisoning(run: RunReader, archive: Archive, feedback: SessionArchive | None) -> Json:
-    """Counts of sessions that protection excludes from training or limits."""
+    """Counts of sessions that poisoning protection excludes from training or limits."""
     limits = run.config.feedback.poisoning
     newest = [] if feedback is None else feedback.newest(MOST_ROWS)
     observed = archive.observed([record.session.session_id for record in newest])
