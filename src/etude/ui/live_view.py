@@ -8,7 +8,6 @@ Read-only except for a person's rollback request, which the process ``release`` 
 rollback`. The key is compared and not stored.
 """
 
-import hmac
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -18,6 +17,7 @@ from etude.clock import unix_s
 from etude.config.feedback import SignalPart
 from etude.errors import RunFolderError, UserError
 from etude.feedback.archive import SessionArchive, SessionRecord
+from etude.key_comparison import same_key
 from etude.ledger.archive import Archive
 from etude.ledger.changes import LIVE
 from etude.releases.states import former_release, live_release, pending_release, release_to_take_back
@@ -92,9 +92,7 @@ def rollback(query: RunQuery) -> Json:
     run, fix = query.run, f"`etude keys derive {query.run.folder.name} release` prints it"
     if not query.key:
         raise Forbidden(f"a rollback needs the release key of this run: {fix}")
-    if not hmac.compare_digest(
-        query.key.strip().encode(errors="surrogateescape"), run.folder.key(KeyRole.RELEASE).encode()
-    ):
+    if not same_key(query.key.strip(), run.folder.key(KeyRole.RELEASE)):
         raise Forbidden(f"that is not the release key of this run: {fix}")
     version, by = _request(query.body)
     with closing(open_releases(run.folder)) as store:
