@@ -26,7 +26,7 @@ from etude.errors import InfrastructureError
 from etude.ledger.changes import TRAIN
 from etude.ledger.states import GroupState
 from etude.run.folder import RunFolder
-from etude.run.payload_store import open_ledger
+from etude.run.stores import open_ledger
 from etude.telemetry.events import EngineStats, ProcessStarted
 from etude.telemetry.log import EventReader
 from etude.types import Json, RolloutStatus

@@ -40,8 +40,8 @@ from etude.run.detokenize import decoder, turn_reader
 from etude.run.file_changes import FileChanges
 from etude.run.folder import RunFolder
 from etude.run.judge_votes import votes_about
-from etude.run.payload_store import open_payloads
 from etude.run.process_name import TRAINER
+from etude.run.stores import open_payloads
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader
 from etude.tokens.chat import read_tokenizer

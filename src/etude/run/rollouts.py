@@ -52,12 +52,12 @@ from etude.run.folder import RunFolder, holder
 from etude.run.followed_regions import ServedRegions, open_regions
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge, synced_judge_state
 from etude.run.keys import KeyRole
-from etude.run.payload_store import leased_ledger, open_archive
 from etude.run.placement import fleet_of
 from etude.run.process_name import GATEWAY, ROLLOUTS, ProcessName
 from etude.run.resuming import measured_fact
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal
+from etude.run.stores import leased_ledger, open_archive
 from etude.run.task_families import NOTHING_HELD_OUT, open_family
 from etude.run.task_sandboxes import (
     EnvironmentTaskSandboxes,

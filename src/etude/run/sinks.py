@@ -31,10 +31,10 @@ from etude.run.folder import RunFolder, exclusive
 from etude.run.judging import judge_cost
 from etude.run.launchers.host_process import HostProcess, host_process, stop_all
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
-from etude.run.payload_store import open_archive
 from etude.run.process_name import ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.scoring import transcript_of
+from etude.run.stores import open_archive
 from etude.run.working_folder import keep
 from etude.telemetry.alerts import NAMES
 from etude.telemetry.events import SinkFailed

@@ -30,8 +30,8 @@ from etude.run.checkpoint_copies import CheckpointCopies
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import published_state
-from etude.run.payload_store import open_feedback, open_ledger, open_payloads
 from etude.run.publishing import WeightPublishing
+from etude.run.stores import open_feedback, open_ledger, open_payloads
 from etude.run.trainer_group import TrainerGroup
 from etude.telemetry.events import StepSaved
 from etude.telemetry.log import EventLog

@@ -40,12 +40,12 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, frozen_base, published_state, route_space, training_model
-from etude.run.payload_store import leased_ledger, open_payloads
 from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
 from etude.run.step_commits import StepCommits
 from etude.run.store_outages import StoreOutages
+from etude.run.stores import leased_ledger, open_payloads
 from etude.run.trainer_group import build_trainer, rate_schedule
 from etude.run.weight_log import open_log
 from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone

@@ -24,8 +24,8 @@ from etude.releases.states import former_release, live_release, pending_release,
 from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind, finite
 from etude.routing_table import RoutingTable
 from etude.run.keys import KeyRole
-from etude.run.payload_store import open_archive, open_releases, open_sessions
 from etude.run.routing_tables import RoutingTables
+from etude.run.stores import open_archive, open_releases, open_sessions
 from etude.types import Json, ObservedSession, Rollout
 from etude.ui.arm_test import arm_test
 from etude.ui.routes import Forbidden, NotFound, Routes, RunQuery

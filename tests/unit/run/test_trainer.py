@@ -24,10 +24,10 @@ from etude.models.spec import TINY
 from etude.objects import ObjectStore
 from etude.run.folder import RunFolder, start_from
 from etude.run.numerics import published_state
-from etude.run.payload_store import open_feedback
 from etude.run.publishing import WeightPublishing
 from etude.run.step_commits import payload_refs, sweep_payloads
 from etude.run.store_outages import StoreOutages
+from etude.run.stores import open_feedback
 from etude.run.trainer import (
     MAX_EMPTY_STEPS,
     TrainerProcess,
