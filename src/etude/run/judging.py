@@ -92,18 +92,18 @@ class JudgeState:
 
 
 @contextlib.contextmanager
-def synced_judge_state(folder: RunFolder, memory: JudgeState) -> Iterator[None]:
+def synced_judge_state(folder: RunFolder, state: JudgeState) -> Iterator[None]:
     """Restore the votes and the spending of this worker's judge from the URL of the run, and copy them there while the
     context is open; does nothing for a run without a URL.
 
     Raises :class:`~etude.errors.DamagedError` for an incomplete copy.
     """
-    files = KeptFiles(folder, f"judge/{memory.worker_id}")
+    files = KeptFiles(folder, f"judge/{state.worker_id}")
     files.bring()
 
     def copy() -> None:
         try:
-            files.keep(*memory.files, whole=True)
+            files.keep(*state.files, whole=True)
         except (EtudeError, OSError, sqlite3.Error) as error:
             logger.warning("votes of the judge are not copied yet: %s", error)
 
@@ -240,12 +240,12 @@ async def open_judge(
     config: RunConfig,
     http: aiohttp.ClientSession,
     *,
-    memory: JudgeState | None = None,
+    state: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[OpenJudge | None]:
     """Check and open the judge of a run, for the aspects named by reward parts; ``None`` without a judge.
 
-    Without a ``memory`` no votes or spending are stored. Raises :class:`~etude.errors.ConfigError`.
+    Without a ``state`` no votes or spending are stored. Raises :class:`~etude.errors.ConfigError`.
     """
     if config.judge.kind == "none":
         yield None
@@ -253,7 +253,7 @@ async def open_judge(
     check_judge(config)
     aspects, budget = config.reward.names("judge"), rollout_budget(config.judge)
     rubrics = {aspect: rubric for aspect, rubric in rubrics_of(config.judge).items() if aspect in aspects}
-    async with open_unchecked_judge(config, http, memory=memory, alarm=alarm) as judge:
+    async with open_unchecked_judge(config, http, state=state, alarm=alarm) as judge:
         shift_checks = {
             aspect: CalibrationShiftCheck(
                 rubrics[aspect], calibration.items, calibration.agreement.hit_rate, RECHECK_EVERY
@@ -277,7 +277,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         endpoint = await stack.enter_async_context(endpoint_of(config, http))
-        deps = _deps(config, endpoint, memory=None, alarm=None)
+        deps = _deps(config, endpoint, state=None, alarm=None)
         stack.enter_context(deps.cache)
         judge = Judge(deps, params, _limits(config.judge))
         for aspect, of_aspect in items.items():
@@ -326,21 +326,21 @@ async def open_unchecked_judge(
     config: RunConfig,
     http: aiohttp.ClientSession,
     *,
-    memory: JudgeState | None = None,
+    state: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[Judge]:
     """Open the recipe's judge without checking whether it is trusted."""
     async with endpoint_of(config, http) as endpoint:
-        deps = _deps(config, endpoint, memory=memory, alarm=alarm)
+        deps = _deps(config, endpoint, state=state, alarm=alarm)
         with deps.cache:
             yield Judge(deps, judge_params(config), _limits(config.judge))
 
 
 def _deps(
-    config: RunConfig, endpoint: ChatEndpoint, *, memory: JudgeState | None, alarm: Callable[[JudgeAlarm], None] | None
+    config: RunConfig, endpoint: ChatEndpoint, *, state: JudgeState | None, alarm: Callable[[JudgeAlarm], None] | None
 ) -> JudgeDeps:
     judge = config.judge
-    spending = SpendFile(None) if memory is None else memory.spending
+    spending = SpendFile(None) if state is None else state.spending
     budget = JudgeBudget(_run_budget(judge), _prices(judge), spent=spending.load())
     budget.elsewhere = spending.others()
 
@@ -351,13 +351,13 @@ def _deps(
 
     return JudgeDeps(
         endpoint=endpoint,
-        cache=VoteCache(None if memory is None else memory.votes, CACHE_ENTRIES),
+        cache=VoteCache(None if state is None else state.votes, CACHE_ENTRIES),
         budget=budget,
         circuit=Breaker(config.rollouts.outage_s),
         clock=SystemClock(),
         identity=IdentityWatch(calibration.identity for calibration in calibrations_of(judge).values()),
         alarm=sound,
-        pause=memory.pause if memory is not None and judge.required_options.on_alarm == "hold" else None,
+        pause=state.pause if state is not None and judge.required_options.on_alarm == "hold" else None,
         record=spending.save,
     )
 

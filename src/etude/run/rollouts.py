@@ -441,10 +441,10 @@ async def _rollout_context(
         sandboxes, grader, harness = await open_stage(
             stack, config, http, folder=folder.path, gateway_urls=sessions.urls
         )
-        memory = JudgeState(folder.path, name.replica)
+        judge_state = JudgeState(folder.path, name.replica)
         if config.judge.kind != "none":
-            stack.enter_context(synced_judge_state(folder, memory))
-        judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
+            stack.enter_context(synced_judge_state(folder, judge_state))
+        judge = await stack.enter_async_context(open_judge(config, http, state=judge_state, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         yield RolloutContext(
             sessions=sessions.opener,
