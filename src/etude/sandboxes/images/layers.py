@@ -113,7 +113,7 @@ def paths_below(place: Path) -> Iterator[Path]:
 
 
 def places_in(tree: Path, places: Sequence[str]) -> list[str]:
-    """Those ``places`` that exist in a tree, except its root and paths behind a link."""
+    """The ``places`` that exist in a tree, except its root and paths behind a link."""
     there = [place for place in places if place.strip("/") and os.path.lexists(tree / place.lstrip("/"))]
     return [place for place in there if first_link(tree, place) is None]
 
