@@ -292,7 +292,7 @@ def _json(handler: Callable[[Body], Awaitable[Json]]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read() or b"{}")
         if not isinstance(body, dict):
-            raise UserError("expected a JSON object")
+            raise UserError(f"the body is {body!r:.80}, expected a JSON object")
         try:
             return web.json_response(await handler(body))
         except KeyError as error:

@@ -129,7 +129,7 @@ def _read_object(file: Path) -> dict[str, Json]:
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{file} is missing or not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise DamagedError(f"{file} is not a JSON object")
+        raise DamagedError(f"{file} holds {type(value).__name__}, expected a JSON object")
     return value
 
 
