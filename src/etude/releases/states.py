@@ -55,7 +55,7 @@ RELEASE_MOVES: Mapping[ReleaseState, frozenset[ReleaseState]] = MappingProxyType
 PENDING_STATES = frozenset({ReleaseState.CANDIDATE, ReleaseState.GATED, ReleaseState.SHADOW, ReleaseState.CANARY})
 """States of a release that is not decided yet; of those there is one at a time."""
 TAKEN_BACK = frozenset({ReleaseState.REJECTED, ReleaseState.ROLLED_BACK})
-"""States behind which the trainer goes back to what users have."""
+"""States in which users do not get the weights; the trainer goes back, too, unless nothing could be measured."""
 
 
 def move_release(state: ReleaseState, to: ReleaseState) -> ReleaseState:
