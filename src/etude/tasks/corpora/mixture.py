@@ -87,8 +87,8 @@ class Cursor:
 class Mixture:
     """The shares of sources in the tokens of a phase, each linear in the tokens read so far.
 
-    The next document comes from the source that is furthest behind its share. So no source is ever ahead of its share by
-    more than its own last document, nor behind by more than the others' last documents: the differences add up to 0.
+    The next document comes from the source that is furthest behind its share. So no source is ever ahead of its share
+    by more than its own last document, nor behind by more than the others' last documents: the differences add up to 0.
     With random draws the error of a share would grow as the square root of the tokens read.
     """
 
@@ -103,7 +103,7 @@ class Mixture:
         return max(self.shares, key=lambda name: self.due(name, read) - cursor.of(name).tokens)
 
     def due(self, name: str, read: int) -> float:
-        """Tokens of a source among the first ``read`` ones: the integral of its share, which is constant after the end."""
+        """Tokens of a source among the first ``read``: the integral of its share, which is constant after the end."""
         first, last = self.shares[name]
         inside = min(read, self.tokens)
         ramp = (last - first) * inside * inside / (2 * self.tokens) if self.tokens else 0.0
