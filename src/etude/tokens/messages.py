@@ -176,7 +176,7 @@ class ChatFormat(Protocol):
         stops: Sequence[str] = (),
         single_call: bool = False,
     ) -> ReplyReader:
-        """A reader for one reply. The reply begins inside a thought if ``prompt_ids``, its prompt, ends with the opening.
+        """A reader for one reply, which begins inside a thought if its prompt, ``prompt_ids``, ends with an opening.
 
         ``stops`` end it; with ``single_call`` its first complete tool call does, too.
         """
