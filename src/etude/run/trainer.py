@@ -266,7 +266,9 @@ class TrainerProcess(Closing):
         return MismatchProbe.alone(scorer, self._numerics, versions=versions)
 
     def _open_reference(self) -> Reference | None:
-        """The reference weights of the loss; ``None`` if its coefficient for leaving them is zero."""
+        """The reference policy of the loss; ``None`` if ``loss.reference_beta`` is 0 and ``loss.kl_coef`` does not use
+        it.
+        """
         loss = self.config.loss
         if not loss.needs_reference:
             return None
@@ -286,7 +288,7 @@ class TrainerProcess(Closing):
         self._commits.commit_published()
         version, checkpoint = load.get("version"), load.get("checkpoint", "")
         self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
-        logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
+        logger.warning("step %d: continues with %s", step, checkpoint or f"the weights of version {version}")
         self._commits.begin(step, is_load=True)
         self._commits.commit_published()
 
