@@ -66,7 +66,7 @@ ONE_ALGORITHM = "the result of a run must come from one algorithm"
 
 
 def measured_fact(label: str) -> str:
-    """Name of the ledger's fact with the last weight version evaluated as ``label``, which is ``before`` or ``after``."""
+    """Name of the ledger's fact with the last version evaluated as ``label``: ``before`` or ``after``."""
     return f"eval-{label}"
 
 
