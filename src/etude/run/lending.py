@@ -199,8 +199,8 @@ class Lender(Closing):
     def _tell(self, lend: Sequence[str], recall: Sequence[str], load: ProductionLoad | None, trouble: str) -> None:
         if bool(trouble) != self._is_away:
             self._is_away = bool(trouble)
-            self._notify(f"{trouble}; production keeps its machines until it answers" if trouble else "production
-            answers again")
+            keeps = f"{trouble}; production keeps its machines until it answers"
+            self._notify(keeps if trouble else "production answers again")
         calls = "" if load is None else f": production has {load.calls} calls"
         for word, names in (("lent", lend), ("given back", recall)):
             if names:
