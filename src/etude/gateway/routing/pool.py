@@ -471,9 +471,7 @@ class StreamedTurn:
         """
         sent = self._sent()
         if lost := self._loss():
-            raise EngineUnavailable(
-                f"a turn broke off after {len(sent)} tokens; {lost} is lost: repeat the call"
-            ) from error
+            raise EngineUnavailable(f"a turn broke off after {len(sent)} tokens; {lost} is lost: call again") from error
         prompt, params = self._original
         self.prompt = prompt + sent
         self.params = replace(
