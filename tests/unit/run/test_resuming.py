@@ -45,11 +45,11 @@ def test_the_table_names_keys_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("trainer.learning_rate=1", "two different ones"),
-        ("tasks.heldout_every=7", "held-out tasks would be others"),
+        ("trainer.learning_rate=1", "must come from one algorithm"),
+        ("tasks.heldout_every=7", "the held-out tasks would change"),
         ("midtrain.tokens=0", "its initial weights depend on it"),
         ("eval.tasks=3", "its evaluations before and after training could not be compared"),
-        ("seed=9", "two different ones"),
+        ("seed=9", "must come from one algorithm"),
         ("optimiser.state=8bit", "its moments were computed with it"),
     ],
 )
