@@ -345,7 +345,7 @@ def resampled_since_batch(db: Database, reason: str) -> int:
 
 
 def resampled_before(db: Database, step: int, reason: str) -> int:
-    """Number of training groups dropped for a ``reason`` between the last group of the earlier steps and of ``step``."""
+    """Number of training groups dropped for a ``reason`` between the last groups of earlier steps and of ``step``."""
     sql = (
         "SELECT count(*) FROM groups WHERE purpose = 'train' AND state = 'dropped' AND reason = ? AND group_index >"
         " (SELECT coalesce(max(group_index), -1) FROM groups WHERE purpose = 'train' AND step < ?) AND group_index <"

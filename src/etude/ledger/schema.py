@@ -14,7 +14,7 @@ from etude.errors import RunFolderError
 from etude.ledger.database import Database
 
 FIRST = 2
-"""The oldest version that can be brought forward."""
+"""The oldest version that can be migrated."""
 
 MIGRATIONS: Mapping[int, tuple[str, ...]] = {
     FIRST: (
