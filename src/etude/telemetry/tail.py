@@ -141,7 +141,7 @@ class SinkThread:
             self._ending.wait(POLL_S)
 
     def _give(self, sink: Sink, placed: Placed) -> bool:
-        """Pass one event; return false if the sink was unavailable at the end: then the position is before the event."""
+        """Pass one event; return false if the sink is unavailable at the end: the position is then before the event."""
         failures = 0
         for pause_s in _pauses():
             is_last = self._ending.is_set()
