@@ -71,6 +71,8 @@ class EvalRequest:
     """True if each task is also tried once greedily, which gives nearly the same result every time."""
     suite: SuiteConfig | None = None
     """A suite of other tasks, with its own scoring and its own ledger; ``None``: the run's tasks."""
+    concurrency: int | None = None
+    """Tries at a time in each pass; ``None``: the recipe's number, which fits the run's own tasks."""
 
     def __post_init__(self) -> None:
         for option, number in (("--passes", self.passes), ("--tasks", self.tasks)):
@@ -196,11 +198,11 @@ async def _measure(served: ServedRun, request: EvalRequest, tasks: int) -> None:
     async with open_parts(served.folder, in_one_file=True) as parts:
         await parts.served.reach(served.version)
         heldout = heldout_tasks(parts.family, tasks)
-        places = asyncio.Semaphore(AT_ONCE)
+        places, evaluate_by = asyncio.Semaphore(AT_ONCE), parts.dispatcher.evaluate
         passes = [
             _in_turn(places, one_pass(parts.ledger, try_all, label, heldout))
             for way, labels in request.labels().items()
-            for try_all in (partial(parts.dispatcher.evaluate, temperature=TEMPERATURES[way]),)
+            for try_all in (partial(evaluate_by, temperature=TEMPERATURES[way], concurrency=request.concurrency),)
             for label in labels
         ]
         try:

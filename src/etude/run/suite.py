@@ -243,7 +243,14 @@ def try_version(
     config = trial_config(run, named)
     check_judge(config)
     tasks = tasks_of(open_family(config), limits.tasks)
-    request = EvalRequest(version=version, tasks=len(tasks), passes=limits.passes, greedy=False, suite=named)
+    request = EvalRequest(
+        version=version,
+        tasks=len(tasks),
+        passes=limits.passes,
+        greedy=False,
+        suite=named,
+        concurrency=limits.concurrency,
+    )
     evaluation = evaluate(folder, request, progress)
     out.mkdir(parents=True, exist_ok=True)
     results = SuiteResults(

@@ -307,6 +307,8 @@ def _try_run(suite: Suite, run: str, limits: TryLimits, out: Path, overrides: li
     """Try weights of a run. Raises :class:`~etude.errors.ConfigError` for options that would have no effect."""
     if overrides:
         raise ConfigError("--set would have no effect with --run, which has a recipe of its own: leave it out")
+    if limits.temperature != 1.0:
+        raise ConfigError("--temperature would have no effect with --run, whose model is tried at 1: leave it out")
     path, colon, version = run.rpartition(":")
     if not colon or not version.isdigit():
         path, version = run, ""

@@ -169,8 +169,9 @@ class ImageStore:
             stored = orjson.loads((self.folder / "images" / f"{digest}.json").read_bytes())
         except FileNotFoundError:
             raise ConfigError(
-                f"image {reference!r} is not in {self.folder}: build it with `etude images build` or "
-                "`etude tasks build`, or set ETUDE_IMAGES to the folder that has it"
+                f"image {reference!r} is not in {self.folder}: build it with `etude images build`, `etude tasks build` "
+                "or, of a suite that has only records, `etude suite fetch`, or set ETUDE_IMAGES to the folder that "
+                "has it"
             ) from None
         except orjson.JSONDecodeError as error:
             raise DamagedError(f"image {digest} in {self.folder} is not JSON: {error}; build it again") from error
