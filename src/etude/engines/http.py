@@ -635,7 +635,7 @@ class _EngineConnection(asyncio.Protocol):
             self.used_at = self._loop.time()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.reusable = False
         self._transport.close()
 
@@ -651,7 +651,7 @@ class _EngineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
         if self._answer is None:
-            self._fail("the server spoke without being asked")
+            self._fail("the server sent data without a request")
             return
         self._parts.append(data)
         if self._status:

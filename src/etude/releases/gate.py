@@ -38,9 +38,9 @@ class Against:
     cost_excess: Interval
     """Sampled tokens of the candidate minus ``max_cost_ratio`` times those of the released version."""
     latency_excess: Interval
-    """Seconds likewise."""
+    """The same for seconds, with ``max_latency_ratio``."""
     suites: Mapping[str, Interval] = field(default_factory=dict)
-    """Suite → mean reward, candidate less released."""
+    """Suite → mean reward, candidate minus released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,9 +144,9 @@ def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
     rubrics = {aspect: parse_rubric(text, f"judge.rubrics.{aspect}") for aspect, text in config.rubrics.items()}
     for aspect, rubric in rubrics.items():
         if aspect in BESIDE:
-            raise ConfigError(f"judge.rubrics.{aspect}: that name means something else in the record; choose another")
+            raise ConfigError(f"judge.rubrics.{aspect}: that name has another meaning in the record; choose another")
         if rubric.aspect != aspect:
-            raise ConfigError(f"judge.rubrics.{aspect} is about {rubric.aspect!r}: give it that name")
+            raise ConfigError(f"judge.rubrics.{aspect} is about {rubric.aspect!r}: use that name as its key")
     return rubrics
 
 
@@ -197,7 +197,7 @@ def check_judge(config: RunConfig) -> None:
         reason = distrust(calibrations.get(aspect), fingerprint, config.judge.min_agreement)
         if reason and aspect in aspects and not config.judge.allow_uncalibrated:
             raise ConfigError(
-                f"the judge of {aspect!r} is not to be trusted: {reason}. Run `etude judge calibrate RECIPE` and name "
+                f"the judge of {aspect!r} cannot be trusted: {reason}. Run `etude judge calibrate RECIPE` and name "
                 f"the report in judge.calibrations, or set judge.allow_uncalibrated = true"
             )
 
@@ -211,9 +211,8 @@ def check_budget(config: RunConfig) -> None:
         if not budget.holds(needed, _prices(judge)):
             raise ConfigError(
                 f"{budget}: a rollout is judged in {needed.calls} calls (judge.options.votes = {options.votes} "
-                f"on each of {len(rubrics)} aspects), which take {needed.tokens} tokens where its texts are as long as "
-                f"judge.options.text_characters = {options.text_characters}; raise the former, or lower one of "
-                f"the latter"
+                f"on each of {len(rubrics)} aspects) of up to {needed.tokens} tokens in total (texts are limited by "
+                f"judge.options.text_characters = {options.text_characters}); raise the budget, or lower one of these"
             )
 
 
@@ -224,13 +223,13 @@ async def check_key(config: RunConfig) -> None:
     be reached.
     """
     judge = config.judge.options
-    assert isinstance(judge, ModelJudgeOptions), "rules are asked without a key"
+    assert isinstance(judge, ModelJudgeOptions), "only a model's endpoint has a key"
     async with aiohttp.ClientSession() as http, endpoint_of(config, http) as endpoint:
         is_taken = await endpoint.takes_key()
     if not is_taken:
-        given = "which is another's" if os.environ.get(KEY_VARIABLE) else "which is not set"
+        given = "which is wrong" if os.environ.get(KEY_VARIABLE) else "which is not set"
         raise ConfigError(
-            f"judge.options.url = {judge.url!r} refuses the key in {KEY_VARIABLE}, {given}: export {KEY_VARIABLE} with "
+            f"judge.options.url = {judge.url!r} rejects the key in {KEY_VARIABLE}, {given}: export {KEY_VARIABLE} with "
             f"the key of that endpoint"
         )
 

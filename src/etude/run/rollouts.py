@@ -236,8 +236,8 @@ def lost_all(folder: RunFolder, purpose: str) -> UserError:
     reason = failed[0].reason if failed else "its attempts were used up"
     return UserError(
         f"evaluation {purpose!r}: every rollout used up its attempts (rollouts.max_attempts), the last failed because "
-        f"of {reason}; repair that and start another run: this one does not try again what it gave up, but `etude "
-        f"eval` measures what weights it has"
+        f"of {reason}; fix that and start another run: this one does not retry lost rollouts, but `etude eval` "
+        f"can evaluate its weights"
     )
 
 
@@ -390,12 +390,12 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
     if isinstance(config.harness.options, CommandOptions) and Capability.ALLOW_LIST not in granted:
         raise ConfigError(
             f"harness.kind = {config.harness.kind!r} calls the model from inside of its sandbox, and sandboxes.kind = "
-            f"{config.sandboxes.kind!r} cannot let it reach the gateway alone: choose another kind"
+            f"{config.sandboxes.kind!r} cannot restrict it to the gateway: choose another kind"
         )
     if config.credit.branches > 1 and not granted & {Capability.FORK, Capability.LIVE_FORK}:
         raise ConfigError(
             f"credit.options.branches = {config.credit.branches} forks sandboxes, which sandboxes.kind = "
-            f"{config.sandboxes.kind!r} does not claim to do: choose another kind, or another credit.kind"
+            f"{config.sandboxes.kind!r} cannot do: choose another kind, or another credit.kind"
         )
 
 

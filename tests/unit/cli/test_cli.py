@@ -87,7 +87,7 @@ def test_a_judge_that_is_not_to_be_trusted_is_refused_before_anything_runs(
 ) -> None:
     strict = ("--set", "judge.min_agreement=0.99")
     text = fail(capsys, "run", RECIPES / "summaries", *strict, *way, "--out", tmp_path / "out")
-    assert "the judge of 'style' is not to be trusted" in text or "the judge of 'factuality' is not" in text
+    assert "the judge of 'style' cannot be trusted" in text or "the judge of 'factuality' cannot" in text
     assert not (tmp_path / "out").exists()
 
 

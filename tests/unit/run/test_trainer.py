@@ -217,7 +217,7 @@ def test_a_trainer_that_cannot_read_recent_versions_measures_less_and_goes_on(
     assert record is not None
     (Path(run.store) / pack_key(record.packs[0].digest)).unlink()
     run_trainer(run)
-    assert "what weight version 2 sampled is not measured: " in caplog.text
+    assert "the mismatch of weight version 2 is not measured: " in caplog.text
     assert (whole := log.read(4)) is not None
     assert whole.base is None, "what cannot be read back is published whole"
 

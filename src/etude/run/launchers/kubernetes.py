@@ -99,7 +99,7 @@ class _Plain(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without typ
     """YAML dumper without anchors and aliases, since people read manifests."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Yes."""
+        """Return true for every object."""
         return True
 
 
