@@ -55,9 +55,7 @@ RELEASE_MOVES: Mapping[ReleaseState, frozenset[ReleaseState]] = MappingProxyType
 PENDING_STATES = frozenset({ReleaseState.CANDIDATE, ReleaseState.GATED, ReleaseState.SHADOW, ReleaseState.CANARY})
 """States of an undecided release; at most one release is in these states at a time."""
 TAKEN_BACK = frozenset({ReleaseState.REJECTED, ReleaseState.ROLLED_BACK})
-"""States in which users do not get the weights. The trainer returns to the weights that users have, unless the candidate
-could not be measured.
-"""
+"""States after which the trainer reverts to the released weights, unless the candidate could not be measured."""
 
 
 def move_release(state: ReleaseState, to: ReleaseState) -> ReleaseState:
