@@ -1,4 +1,4 @@
-"""The store of images on this machine: layers by their content, images over them, base systems, disks made of layers.
+"""The store of images on this machine: layers by their digest, images of layers, base systems, and disks of layers.
 
     folder/
       layers/DIGEST/        a directory tree, see etude.sandboxes.images.layers
@@ -7,7 +7,7 @@
       bases/NAME/           the root directory of a base system, and what belongs to it (etude.sandboxes.images.debian)
       blobs/DIGEST…         the layer that a blob of a registry was unpacked to (etude.sandboxes.images.containers)
       disks/DIGEST.squashfs a layer as a read-only disk, for virtual machines
-      incoming/             what is being written; renamed into its place when it is whole
+      incoming/             incomplete files; each is renamed into place when it is complete
 
 Files in a layer keep their owner and mode, so a set-uid file of root would give root's rights to any user who runs it:
 only the store's owner can enter the parent folders.
