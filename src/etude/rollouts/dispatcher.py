@@ -1,4 +1,4 @@
-"""Keeps rollouts running until the trainer, or an evaluation, has enough.
+"""Dispatcher that keeps rollouts running until the trainer, or an evaluation, has enough.
 
     tasks ──▶ admit ──▶ ledger: group ──▶ launch its slots ──▶ ledger: rollouts ──▶ ready groups ──▶ trainer
                 ▲                                                                                       │

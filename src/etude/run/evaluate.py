@@ -44,8 +44,9 @@ POLL_S = 0.2
 AT_ONCE = 2
 """Passes in progress at a time: a run also tries its two sampling modes together."""
 EVALUATIONS = "evaluations"
-VERSION_DIGITS = 6
 """Folder with the ledgers of tries, in the run folder."""
+VERSION_DIGITS = 6
+"""Digits of the version in the name of a ledger."""
 ENGINE_S = "engine-s"
 """The ledger fact with the engine's busy time."""
 

@@ -332,7 +332,7 @@ async def _try_all(tries: _Tries, progress: Progress) -> None:
         passthrough = await stack.enter_async_context(serving_passthrough(tries.upstream, http))
         sandboxes, grader, harness = await open_stage(stack, config, http, folder=out, gateway_urls=[passthrough.url])
         events = stack.enter_context(EventLog(out / "events", "suite"))
-        judging = open_judge(config, http, memory=JudgeState(out), alarm=events.write)
+        judging = open_judge(config, http, state=JudgeState(out), alarm=events.write)
         judge = await stack.enter_async_context(judging)
         dispatcher = Dispatcher(
             config.rollouts,

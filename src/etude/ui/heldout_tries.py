@@ -17,7 +17,7 @@ from etude.dashboard.evaluation import Try
 from etude.errors import EtudeError
 from etude.ledger.archive import Archive, RolloutMatch, RolloutOutcome, Search
 from etude.run.evaluate import EVALUATIONS, tries
-from etude.run.payload_store import open_archive
+from etude.run.stores import open_archive
 from etude.types import Json, Task
 from etude.ui.curves import Curves
 from etude.ui.event_lines import Fields

@@ -23,8 +23,8 @@ from etude.ledger.archive import Archive, Order, RolloutMatch, RolloutOutcome, S
 from etude.ledger.changes import TRAIN
 from etude.ledger.record_index import RecordIndex
 from etude.run.folder import RunFolder
-from etude.run.payload_store import open_archive
 from etude.run.rollout_reader import RolloutReader, RunWords
+from etude.run.stores import open_archive
 from etude.types import Json
 from etude.ui.routes import Download, NotFound, Routes, RunQuery
 

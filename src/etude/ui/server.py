@@ -9,7 +9,6 @@ Owns paths, headers and status codes; the views own the content. It is idle whil
 
 import asyncio
 import contextlib
-import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from etude.errors import EtudeError, UserError
+from etude.key_comparison import same_key
 from etude.types import Json
 from etude.ui import compare_view, live_view, rollouts_view, run_view, timeline_view, weights_view
 from etude.ui.routes import Download, Forbidden, NotFound, Routes, RunQuery, View
@@ -212,9 +212,7 @@ def _keyed(token: str) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if request.path.startswith("/api/") and not hmac.compare_digest(
-            given.encode(errors="surrogateescape"), token.encode()
-        ):
+        if request.path.startswith("/api/") and not same_key(given, token):
             return _json(
                 {"error": "open the page by the URL that `etude ui` printed: the token in it is missing here"}, 401
             )

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from etude.errors import EtudeError, RunFolderError, UserError
 from etude.releases.states import Release
-from etude.run.payload_store import open_releases
+from etude.run.stores import open_releases
 from etude.run.weight_log import open_log
 from etude.types import Json, WeightVersion
 from etude.ui.fleet import fleet

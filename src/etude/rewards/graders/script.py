@@ -247,7 +247,10 @@ def failing_twin(checks: ScriptChecks, rng: random.Random) -> ScriptChecks:
 
 
 def _paid(verdict: VerifierReward | NoReward, rewards: Sequence[float]) -> VerifierReward | NoReward:
-    """The verdict, if its value is one of the rewards that the task pays; otherwise ``NoReward``."""
+    """The verdict with its value set to the task's reward that equals it up to :data:`ROUNDING`.
+
+    ``NoReward`` if no reward does; a ``NoReward`` is returned unchanged.
+    """
     if isinstance(verdict, NoReward):
         return verdict
     nearest = min(rewards, key=lambda reward: abs(reward - verdict.value))

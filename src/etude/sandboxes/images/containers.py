@@ -101,7 +101,7 @@ class _Fetched:
             manifest = json.loads((self.folder / "manifest.json").read_bytes())
             config = json.loads(self._blob(manifest["config"]).read_bytes()).get("config") or {}
             if not isinstance(config, dict):
-                raise TypeError("its settings are not an object")
+                raise TypeError(f"the settings of its containers are {config!r:.80}, expected a JSON object")
             return config
 
     def _blob(self, descriptor: Mapping[str, Any]) -> Path:
