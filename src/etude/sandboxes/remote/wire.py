@@ -18,8 +18,7 @@ and, for the choice of a host (:mod:`etude.sandboxes.remote.hosts`):
 
     GET    /v2/host                                    → HostReply    its capacity, and whether it is being drained
     POST   /v2/announce                   BurstRequest → Done         sandboxes needed soon, which a pool prepares
-    POST   /v2/drain                                   → HostReply    an operator's: accepts no new sandboxes from now
-    on
+    POST   /v2/drain                                   → HostReply    an operator's: accepts no new sandboxes
 
 Every request has ``Authorization: Bearer KEY``. The client chooses a sandbox's NAME, 32 hexadecimal digits, so that a
 request whose answer was lost can be repeated; names belong to one key. A sandbox without requests for ``lease_s`` is
