@@ -71,10 +71,12 @@ class WorkloadShape(Section):
 class Assumptions(Section):
     """``[assumptions]``: shares of what the hardware could do, and times, that nothing here measured."""
 
-    training_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the trainer's peak in bfloat16; ``None``: what étude's own reached on an H200 (0.55, mixtures 0.22)."""
-    prefill_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of an engine's peak while it reads prompts; ``None``: as ``training_share``."""
+    training_share: float | None = Field(default=None, gt=0, le=4)
+    """Speed of the trainer as a share of its peak in bfloat16, which kernels in FP8 can exceed twofold and in FP4
+    fourfold; ``None``: the share of étude's trainer on an H200 (0.55, mixtures 0.22).
+    """
+    prefill_share: float | None = Field(default=None, gt=0, le=4)
+    """Speed of an engine while it reads prompts, likewise; ``None``: as ``training_share``."""
     grouped_bytes_share: float | None = Field(default=None, gt=0, le=1)
     """Share of the bandwidth with which experts are read; ``None``: 0.55, as étude's own."""
     latent_bytes_share: float | None = Field(default=None, gt=0, le=1)
