@@ -73,7 +73,7 @@ class EvalRequest:
     suite: SuiteConfig | None = None
     """A suite of other tasks, with its own scoring and its own ledger; ``None``: the run's tasks."""
     concurrency: int | None = None
-    """Tries at a time in each pass; ``None``: the recipe's number, which fits the run's own tasks."""
+    """Tries at a time, pass by pass; ``None``: in each of two passes the recipe's number, which fits its own tasks."""
 
     def __post_init__(self) -> None:
         for option, number in (("--passes", self.passes), ("--tasks", self.tasks)):
@@ -199,11 +199,12 @@ async def _measure(served: ServedRun, request: EvalRequest, tasks: int) -> None:
     async with open_parts(served.folder, in_one_file=True) as parts:
         await parts.served.reach(served.version)
         heldout = heldout_tasks(parts.family, tasks)
-        places, evaluate_by = asyncio.Semaphore(AT_ONCE), parts.dispatcher.evaluate
+        attempt = partial(parts.dispatcher.evaluate, concurrency=request.concurrency)
+        places = asyncio.Semaphore(AT_ONCE if request.concurrency is None else 1)
         passes = [
             _in_turn(places, one_pass(parts.ledger, try_all, label, heldout))
             for way, labels in request.labels().items()
-            for try_all in (partial(evaluate_by, temperature=TEMPERATURES[way], concurrency=request.concurrency),)
+            for try_all in (partial(attempt, temperature=TEMPERATURES[way]),)
             for label in labels
         ]
         try:
