@@ -251,7 +251,7 @@ def test_what_cannot_be_told_without_a_model_is_said(tmp_path: Path, chat: ChatT
         assert "counted without their weights: for these, [loss] correction = 'tis'" in weights
     for reader in reader_of(tmp_path / "clip", chat, rollouts, "loss.kind=grpo", "loss.sequence_mask=ratio"):
         (weights,) = reader.rollout("r0").notes
-        assert "[loss] kind = 'grpo', sequence_mask = 'ratio' makes" in weights
+        assert "[loss] kind = 'grpo', sequence_mask = 'ratio' needs the trainer's" in weights
     for reader in reader_of(tmp_path / "plain", chat, rollouts, "loss.correction=none"):
         assert reader.rollout("r0").notes == ()
 
