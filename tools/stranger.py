@@ -19,10 +19,12 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,11 +44,15 @@ INTERRUPTED = "interrupted"
 """What failed a way on Ctrl-C; those behind it are not gone."""
 GRACE_S = 20.0
 """Until a command that was interrupted is killed."""
+HTTPS_PORT = 443
+CONNECT_S = 5.0
+"""For a connection to a package index."""
 
 BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 SECTION = "^## {}\n(.*?)(?=^## )"
 ROW = re.compile(r"^\| \*\*(.+?)\*\* \| (.+?) \|", re.MULTILINE)
 """A way of the README's table: its name, and the pages that it begins with."""
+INDEX = re.compile(r" --index-url https://([\w.-]+)\S*")
 LINK = re.compile(r"\]\(([^)#]+\.md)[^)]*\)")
 COMMENT = re.compile(r"\s+#.*$")
 ACTIVATE = re.compile(r"`(\. \.venv/bin/activate)`")
@@ -178,8 +184,29 @@ def follow(repository: Path, folder: Path, limit_s: float, settings: Sequence[st
         way = Way(name)
         commands = [(command, "README.md") for command in readme.first] if not reader.done else []
         yield reader.go(way, [*commands, *pages], limit_s)
-    script = " && ".join(shortened(command, settings) for command in readme.by_hand)
-    yield by_hand.go(Way("by hand"), [(script, "README.md")], limit_s)
+    script, left_out = reachable(" && ".join(shortened(command, settings) for command in readme.by_hand))
+    yield by_hand.go(Way("by hand", not_run=left_out), [(script, "README.md")], limit_s)
+
+
+def reachable(command: str) -> tuple[str, list[str]]:
+    """A command without the package indexes that this machine cannot reach, and what was left out: pip's default index
+    has the same versions.
+    """
+    unreachable = [match[0] for match in INDEX.finditer(command) if not _answers(match[1])]
+    for option in unreachable:
+        command = command.replace(option, "")
+    return command, [f"{option.strip()}: not reachable from here" for option in unreachable]
+
+
+def _answers(host: str) -> bool:
+    """True if a host accepts connections; with a proxy that is left to pip."""
+    if urllib.request.getproxies():
+        return True
+    try:
+        socket.create_connection((host, HTTPS_PORT), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 class Stranger:

@@ -1,4 +1,4 @@
-"""The words of the house: what ``make check`` refuses as a name, and the term to use instead.
+"""The words of the house: what ``make check`` refuses as a name, and advice for a better one.
 
     python tools/words.py [FILE OR FOLDER ...]
 
@@ -34,8 +34,8 @@ class Retired:
     kind: str
     """``word``: a part of an identifier or file name; ``name``: a whole identifier; ``opening``: of a docstring."""
     text: str
-    say: str
-    """The term to use."""
+    advice: str
+    """Things for which the word has stood, to choose from; of an opening, what to write instead."""
     where: tuple[str, ...]
     """Patterns of paths in which it is refused; with ``!`` in front, of paths in which it is a common word."""
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_list(table: str) -> tuple[Retired, ...]:
-    """Parse ``words.txt``: ``kind text[, text …] => term [@ pattern …]``; ``#`` begins a comment.
+    """Parse ``words.txt``: ``kind text[, text …] => advice [@ pattern …]``; ``#`` begins a comment.
 
     Raises ``ValueError`` with the number of a line that says something else.
     """
@@ -74,11 +74,11 @@ def read_list(table: str) -> tuple[Retired, ...]:
         match = re.fullmatch(r"(word|name|opening)\s+(.+?)\s*=>\s*(.+?)\s*(?:@\s*(.+))?", line)
         if match is None:
             raise ValueError(
-                f"words.txt:{number}: expected 'word|name|opening TEXT, … => TERM [@ PATTERN …]', got {line!r}"
+                f"words.txt:{number}: expected 'word|name|opening TEXT, … => ADVICE [@ PATTERN …]', got {line!r}"
             )
-        kind, texts, say, where = match.groups()
+        kind, texts, advice, where = match.groups()
         patterns = tuple((where or "").split())
-        rules += [Retired(kind=kind, text=text, say=say, where=patterns) for text in re.split(r"\s*,\s*", texts)]
+        rules += [Retired(kind=kind, text=text, advice=advice, where=patterns) for text in re.split(r"\s*,\s*", texts)]
     return tuple(rules)
 
 
@@ -95,7 +95,7 @@ def inspect(sources: dict[str, str], rules: Sequence[Retired]) -> list[str]:
         names = {(1, part) for part in Path(path).with_suffix("").parts} | set(_identifiers(tree))
         for line, name in sorted(names):
             faults += [
-                f"{path}:{line}: {name!r}: {rule.text!r} is retired; say {rule.say}"
+                f"{path}:{line}: {name!r}: {rule.text!r} is retired; name the thing itself, which may be: {rule.advice}"
                 for rule in _hits(name, words)
                 if rule.applies(path)
             ]
@@ -144,7 +144,7 @@ def _openings(tree: ast.Module, openings: dict[str, Retired]) -> Iterator[tuple[
             ):
                 first = re.match(r"\W*(\w+)", child.value.value)
                 if first and first[1] in openings:
-                    yield child.lineno, f"a docstring opens with {first[1]!r}: {openings[first[1]].say}"
+                    yield child.lineno, f"a docstring opens with {first[1]!r}: {openings[first[1]].advice}"
 
 
 if __name__ == "__main__":

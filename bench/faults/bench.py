@@ -50,6 +50,7 @@ from bench.fleet.audit import audit_at_home
 from bench.programs import environment
 from bench.report import Goal, envelope, so_far
 from bench.tables import results_page
+from bench.tiny_recipe import GROUP_SIZE, tiny_recipe
 from etude.config.loading import dump_toml, parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, InfrastructureError, UserError
@@ -61,7 +62,7 @@ from etude.run.process_name import ENGINE, GATEWAY
 from etude.run.working_folder import MODEL, RECIPE_FILES, WORK_VARIABLE, keep, working_path
 from etude.types import Json
 
-GROUPS, GROUP_SIZE = 2, 4
+GROUPS = 2
 """Per step: small batches, so that many steps and many claims are under way while things go wrong."""
 ROLLOUTS_PER_FAULT, ROLLOUTS_PER_FLEET_FAULT = 4, 16
 """A run grades this many for each of its faults: enough to get on between two of them; a fleet's take longer to get
@@ -74,8 +75,6 @@ PER_RUN, PER_FLEET_RUN = 25, 10
 """Faults of one run: the start of its processes is paid for by many."""
 FLEET_BOUNDS = Bounds(still_s=600.0)
 """A fleet has twice the processes, and deadlines for long distances."""
-MIDTRAIN_TOKENS = 60_000
-"""For a model that knows the words of the tools, and hardly more."""
 SILENT_S = 10.0
 """Longest silence of its processes: much more than a step takes, and less than a process is frozen for."""
 FLEET_SILENT_S = 60.0
@@ -172,48 +171,18 @@ def recipe(seed: int, steps: int, ledger: str = "", *, ranks: int = 1, silent_s:
     ``ledger`` is the URL of its ledger's server; empty: it is a file. ``ranks`` train together; a process may be silent
     for ``silent_s``.
     """
-    return parse_config(
-        {
-            "parallel": {"dp": ranks},
-            "name": "faults",
-            "seed": seed,
-            "heartbeat_timeout_s": silent_s,
-            "tasks": {"options": {"kinds": ["arith"]}},
-            "model": {
-                "shape": {
-                    "hidden_size": 32,
-                    "layers": 1,
-                    "heads": 2,
-                    "kv_heads": 2,
-                    "head_dim": 16,
-                    "experts": 4,
-                    "expert_size": 32,
-                },
-            },
-            "midtrain": {
-                "tokens": MIDTRAIN_TOKENS,
-                "batch_tokens": 1000,
-                "warmup_steps": 5,
-                "mixture": {"code": 0.34, "sessions": 0.66},
-            },
-            "rollouts": {
-                "groups_per_step": GROUPS,
-                "group_size": GROUP_SIZE,
-                "max_staleness": 1,
-                "concurrency": 16,
-                "max_attempts": 8,
-                "timeout_s": 8.0,
-            },
-            "harness": {"options": {"max_turns": 4, "turn_timeout_s": 6.0}},
-            "gateway": {"engine_timeout_s": 5.0},
-            "trainer": {"steps": steps, "checkpoint_steps": 1 + seed % 3},
-            # Something to learn before any success.
-            "effort": {"weight": 0.1, "prices": {"call_tokens": 1.0, "final_tokens": 1.0}},
-            "ledger": {"url": ledger},
-            "eval": {"enabled": False},
-        },
-        source="bench faults",
+    tree = tiny_recipe(
+        "faults",
+        parallel={"dp": ranks},
+        rollouts={"groups_per_step": GROUPS, "timeout_s": 8.0},
+        harness={"options": {"max_turns": 4, "turn_timeout_s": 6.0}},
+        gateway={"engine_timeout_s": 5.0},
+        trainer={"steps": steps, "checkpoint_steps": 1 + seed % 3},
+        # Something to learn before any success.
+        effort={"weight": 0.1, "prices": {"call_tokens": 1.0, "final_tokens": 1.0}},
+        ledger={"url": ledger},
     )
+    return parse_config({**tree, "seed": seed, "heartbeat_timeout_s": silent_s}, source="bench faults")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,7 @@ from etude.models.checkpoint import load_spec
 from etude.rollouts.task_order import TaskOrder
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state, training_model
-from etude.run.payload_store import open_ledger
+from etude.run.stores import open_ledger
 from etude.run.task_families import open_family
 from etude.run.trainer_group import optimisation_of
 from etude.run.weight_log import open_log

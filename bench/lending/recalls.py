@@ -22,37 +22,31 @@ from urllib.request import urlopen
 import tomli_w
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
+from bench.tiny_recipe import GROUP_SIZE, tiny_recipe
 from etude.errors import InfrastructureError
 from etude.ledger.changes import TRAIN
 from etude.ledger.states import GroupState
 from etude.run.folder import RunFolder
-from etude.run.payload_store import open_ledger
+from etude.run.stores import open_ledger
 from etude.telemetry.events import EngineStats, ProcessStarted
 from etude.telemetry.log import EventReader
-from etude.types import Json, RolloutStatus
+from etude.types import RolloutStatus
 
 ENGINE = "serve-1"
 """The engine that is lent: the last one of the region."""
-STEPS, GROUPS, GROUP_SIZE = 80, 4, 4
+STEPS, GROUPS = 80, 4
 START_S, RUN_S = 300.0, 900.0
 """Longest times for an engine to start, and for the run."""
 POLL_S = 0.02
 BUSY_S = 2.0
 """Time that production keeps its machine, and for which rollouts have it once the engine serves."""
-RECIPE: dict[str, Json] = {
-    "name": "lending",
-    "tasks": {"options": {"kinds": ["arith"]}},
-    "model": {"shape": {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "experts": 4,
-                        "expert_size": 32}},
-    "midtrain": {"tokens": 60_000, "batch_tokens": 1000, "warmup_steps": 5,
-                 "mixture": {"code": 0.34, "sessions": 0.66}},
-    "rollouts": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_staleness": 1, "concurrency": 16,
-                 "max_attempts": 8},
-    "trainer": {"steps": STEPS},
-    "effort": {"weight": 1.0, "prices": {"call_tokens": 0.01, "final_tokens": 0.01}},
-    "eval": {"enabled": False},
-    "harness": {"options": {"max_turns": 4}},
-}  # fmt: skip
+RECIPE = tiny_recipe(
+    "lending",
+    rollouts={"groups_per_step": GROUPS},
+    harness={"options": {"max_turns": 4}},
+    trainer={"steps": STEPS},
+    effort={"weight": 1.0, "prices": {"call_tokens": 0.01, "final_tokens": 0.01}},
+)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import number_at
 from etude.run.folder import RunFolder
-from etude.run.payload_store import open_ledger
+from etude.run.stores import open_ledger
 from etude.types import Json
 
 QUALITY = "loop-quality"

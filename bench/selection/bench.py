@@ -32,7 +32,7 @@ from etude.ledger.changes import TRAIN
 from etude.ledger.ledger import Ledger
 from etude.ledger.states import GroupState
 from etude.run.folder import RunFolder
-from etude.run.payload_store import open_ledger
+from etude.run.stores import open_ledger
 from etude.types import Json
 
 IN_ORDER = "in order"

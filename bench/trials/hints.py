@@ -34,7 +34,7 @@ from etude.errors import UserError
 from etude.ledger.changes import TRAIN
 from etude.ledger.states import GroupState
 from etude.run.folder import RunFolder
-from etude.run.payload_store import open_ledger
+from etude.run.stores import open_ledger
 from etude.tasks.corpora.transcripts import REMINDER
 from etude.types import Group, Json, Rollout
 

@@ -35,8 +35,8 @@ from etude.models.checkpoint import load_checkpoint, load_state
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
-from etude.run.payload_store import open_ledger
 from etude.run.publishing import WeightPublishing
+from etude.run.stores import open_ledger
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
 from etude.types import Json

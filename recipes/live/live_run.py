@@ -14,8 +14,8 @@ from etude.releases.states import ReleaseState
 from etude.releases.store import RecordedMove
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
-from etude.run.payload_store import open_releases
 from etude.run.process_name import PRODUCT
+from etude.run.stores import open_releases
 
 POLL_S = 1.0
 PROPOSED_S = 300.0

@@ -23,7 +23,7 @@ from etude.ledger.ledger import TRAIN
 from etude.ledger.states import GroupState
 from etude.run.folder import RunFolder
 from etude.run.local import write_report
-from etude.run.payload_store import open_ledger
+from etude.run.stores import open_ledger
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader

@@ -149,10 +149,10 @@ def test_what_is_wrong_with_a_suite_is_said_before_the_run(
 ) -> None:
     start, suite = tmp_path / "start", write_suite(tmp_path / "side", url)
     config = default_recipe(["release.every_steps=1", f"release.suites=[{{name='kind', recipe='{suite}'}}]"])
-    with pytest.raises(ConfigError, match=r"'kind' \(recipe = .*\): the judge of 'restraint' is not to be trusted"):
+    with pytest.raises(ConfigError, match=r"'kind' \(recipe = .*\): the judge of 'restraint' cannot be trusted"):
         check_suites(config)
     monkeypatch.delenv("ETUDE_JUDGE_KEY")
-    with pytest.raises(ConfigError, match=r"refuses the key in ETUDE_JUDGE_KEY, which is not set: export ETUDE_JUDGE_"):
+    with pytest.raises(ConfigError, match=r"rejects the key in ETUDE_JUDGE_KEY, which is not set: export ETUDE_JUDGE_"):
         list(check_judges(config))
     monkeypatch.setenv("ETUDE_JUDGE_KEY", KEY)
     assert [(each.name, each.works) for each in check_judges(config)] == [("judge", True)]

@@ -152,4 +152,7 @@ def test_weights_of_a_run_are_tried_with_its_own_harness(
     tries = read_evaluation(folder, request, 0, identified(folder, 0)[1]).tries["sampled"]
     assert [each and each.task_id for each in tries[0]] == list(results.tasks)  # what a release gate would find there
     assert main([*command, "--set", "seed=1"]) == 2
-    assert "--set would have no effect with --run" in capsys.readouterr().err
+    assert main([*command, "--temperature", "0.5"]) == 2
+    errors = capsys.readouterr().err
+    assert "--set would have no effect with --run" in errors
+    assert "--temperature would have no effect with --run" in errors

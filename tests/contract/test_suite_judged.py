@@ -55,7 +55,7 @@ def test_a_calibrated_judge_scores_what_was_said_and_done(
     model, judge_url, judge = urls
     suite = write_suite(tmp_path / "side", judge_url)
     try_it(suite, model, tmp_path / "out", status=ExitCode.USER_ERROR)
-    assert "the judge of 'restraint' is not to be trusted" in capsys.readouterr().err
+    assert "the judge of 'restraint' cannot be trusted" in capsys.readouterr().err
     assert main(["judge", "calibrate", str(suite)]) == 0
     assert (suite / "restraint.calibration.json").is_file()
     write_suite(suite, judge_url, calibrations='{ restraint = "@restraint.calibration.json" }')

@@ -9,7 +9,7 @@ import pytest
 
 from etude.ledger.ledger import TRAIN
 from etude.run.folder import RunFolder
-from etude.run.payload_store import open_ledger
+from etude.run.stores import open_ledger
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 3

@@ -19,8 +19,8 @@ from etude.releases.states import ReleaseState
 from etude.releases.store import ReleaseStore
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
-from etude.run.payload_store import open_ledger
 from etude.run.process_name import PRODUCT
+from etude.run.stores import open_ledger
 from tiny_runs import make_tiny_start, run_etude
 from waiting import wait_until
 

@@ -25,7 +25,7 @@ from etude.ledger.states import quorum
 from etude.run.folder import RunFolder, exclusive, start_from
 from etude.run.keys import KeyRole
 from etude.run.launchers.host_process import THREADING
-from etude.run.payload_store import open_ledger
+from etude.run.stores import open_ledger
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats, ProcessStarted, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader

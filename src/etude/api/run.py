@@ -24,8 +24,8 @@ from etude.ledger.changes import TRAIN
 from etude.run.detokenize import turn_reader
 from etude.run.folder import RunFolder
 from etude.run.machine_info import describe_machine, source_commit
-from etude.run.payload_store import open_archive
 from etude.run.process_name import TRAINER
+from etude.run.stores import open_archive
 from etude.run.weight_log import open_log
 from etude.run.working_folder import open_run_folder
 from etude.telemetry.events import StepDone

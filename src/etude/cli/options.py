@@ -1,5 +1,6 @@
 """The parts that commands share: options that several have, and the name of this program."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -35,6 +36,16 @@ def own_name() -> str:
     if shutil.which("etude"):
         return "etude"
     return sys.argv[0] if Path(sys.argv[0]).name == "etude" else f"{sys.executable} -m etude"
+
+
+def key_in(variable: str, default: str) -> str:
+    """The API key in an environment variable, or in the ``default`` one, which may be unset.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
+    if variable and not os.environ.get(variable):
+        raise ConfigError(f"--key-env {variable}: the variable is not set; export it, or name another one")
+    return os.environ.get(variable or default, "")
 
 
 def process_name(command: str, replica: int, region: str) -> ProcessName:

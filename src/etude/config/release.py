@@ -99,7 +99,9 @@ class ReleaseConfig(Section):
     guardrails: tuple[MetricConfig, ...] = ()
     """``[[release.guardrails]]``: metrics that must not get worse."""
     revert: bool = True
-    """True if the trainer loads the released weights again after a candidate was rejected or rolled back."""
+    """True if the trainer loads the released weights again after a candidate was rejected or rolled back; not after one
+    that could not be measured, since nothing is proven against it.
+    """
 
     @property
     def enabled(self) -> bool:

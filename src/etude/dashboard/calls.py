@@ -1,8 +1,8 @@
-"""Calls of agents turn by turn on held-out tasks: those of many sessions, as shares.
+"""Calls of agents on held-out tasks, turn by turn, as shares of many sessions.
 
     a session ──▶ read · edit · test · edit again · submit        sessions ──▶ turn 1: edit 83 %, read 17 %; turn 2: …
 
-Owns the counting and the words. How a call is read from a reply is :mod:`etude.harnesses.actions`'.
+Owns the counting and the text. :mod:`etude.harnesses.actions` parses the calls.
 """
 
 from collections import Counter
@@ -13,17 +13,17 @@ from etude.dashboard.formatting import percent
 from etude.types import Json
 
 NO_CALL = "no call"
-"""A turn whose reply has no call that could be read."""
+"""Name of a turn without a call that could be parsed."""
 AGAIN = " again"
-"""Behind the name of a call that the same session has made before."""
+"""Suffix of a call that the same session has made before."""
 MOST_TURNS = 12
-"""Turns of a session that are counted, from its first."""
+"""Maximum number of turns of a session that are counted."""
 FEW = 0.05
-"""Share of sessions below which a turn, or a call, is not told of."""
+"""Share of sessions below which a turn or a call is not shown."""
 
 
 def named_calls(tools: Sequence[str]) -> list[str]:
-    """The tools that one session called, the first call of each turn, by name; ``""`` where there was none."""
+    """The name of the first call of each turn of one session; ``tools`` has ``""`` for a turn without a call."""
     seen = set[str]()
     names = []
     for tool in tools:
@@ -33,14 +33,14 @@ def named_calls(tools: Sequence[str]) -> list[str]:
 
 
 def turn_shares(sessions: Sequence[Sequence[str]]) -> list[dict[str, float]]:
-    """For each turn, the share of all sessions by what they called in it; what lacks to 1 had ended before."""
+    """For each turn, the share of all sessions by their call; the rest up to 1 had ended before."""
     turns = zip_longest(*(named_calls(tools)[:MOST_TURNS] for tools in sessions))
     counts = [Counter(name for name in turn if name is not None) for turn in turns]
     return [{name: number / len(sessions) for name, number in count.most_common()} for count in counts]
 
 
 def told_turns(turns: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """The turns, from the first, that more than a few sessions got to."""
+    """The turns, from the first, that at least a share ``FEW`` of the sessions reached."""
     return [turn for turn in turns if sum(turn.values()) >= FEW]
 
 
@@ -51,7 +51,7 @@ def in_words(turn: Mapping[str, float], most: int = 2) -> str:
 
 
 def reported_turns(report: Mapping[str, Json], label: str) -> list[Mapping[str, float]]:
-    """The turns of sampled sessions ``before`` or ``after`` RL, from a report; none where they are unknown."""
+    """The turns of sampled sessions ``before`` or ``after`` RL, from a report; empty if it has none."""
     heldout = report["heldout"]
     turns = heldout.get(f"calls_{label}") if isinstance(heldout, dict) else None
     rows = turns if isinstance(turns, list) else []

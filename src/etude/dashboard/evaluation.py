@@ -25,7 +25,7 @@ from etude.errors import ConfigError
 from etude.types import Json
 
 Way: TypeAlias = Literal["sampled", "greedy"]
-"""At temperature 1, or 0."""
+"""Temperature 1 or 0."""
 PER_MILLION = 1e-6
 
 
@@ -35,24 +35,24 @@ class Try:
 
     task_id: str
     template: str
-    """Name of the template that the task is an instance of; empty: none."""
+    """Name of the task's template; empty if it has none."""
     reward: float
     graded: float
-    """The grade, without other parts of the reward; 0 for a cheat. It decides whether the try passes."""
+    """The grade, without other parts of the reward; 0 for a cheat. It decides whether the attempt passes."""
     parts: Mapping[str, float]
     """Values recorded with its reward: each part's value before weight and range."""
     prompt_tokens: int
     """Prompt tokens of all turns; common prefixes are counted each time."""
     new_tokens: int
-    """Prompt tokens that no earlier turn had."""
+    """Prompt tokens that were in no earlier turn."""
     sampled_tokens: int
     turns: int
     summaries: int
     seconds: float
     amounts: Mapping[str, float] = field(default_factory=dict)
-    """Other measurements of its harness or of the API that its model is behind; those that are unknown are absent."""
+    """Other measurements by its harness or its model's API; unknown ones are absent."""
     is_cheat: bool = False
-    """True if it looks like cheating."""
+    """True if it is suspected of cheating."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class TokenPrices:
     new: float
     """Prompt tokens that are read for the first time."""
     cached: float
-    """Prompt tokens that an earlier turn of the same conversation had read."""
+    """Prompt tokens that an earlier turn of the same conversation has read."""
     sampled: float
 
     def of(self, attempt: Try) -> float:
@@ -80,19 +80,19 @@ class Evaluation:
     version: int
     digest: str
     tries: Mapping[Way, tuple[tuple[Try | None, ...], ...]]
-    """Way → pass → task; ``None``: infrastructure prevented the try."""
+    """Way → pass → task; ``None`` for an attempt that infrastructure prevented."""
     engine_s: float
-    """Time that its engine was busy for it."""
+    """Busy time of its engine during the evaluation."""
     parts: tuple[str, ...] = ()
-    """Names in :attr:``Try.parts`` from which figures are made."""
+    """Names in :attr:`Try.parts` for which there are figures."""
     amounts: tuple[str, ...] = ()
-    """Names in :attr:``Try.amounts`` from which figures are made."""
+    """Names in :attr:`Try.amounts` for which there are figures."""
     label: str = ""
-    """Name beside that of the run; empty: of its weight version."""
+    """Name shown after that of the run; empty: the weight version."""
 
     @property
     def tasks(self) -> int:
-        """Tasks that were to be tried."""
+        """Number of tasks in the evaluation."""
         return max((len(tries) for passes in self.tries.values() for tries in passes), default=0)
 
 
@@ -101,9 +101,9 @@ class Measure:
     """Rules by which figures are computed from attempts."""
 
     pass_at: float = 1.0
-    """Least grade of a try that passes."""
+    """Minimum grade of an attempt that passes."""
     ks: tuple[int, ...] = (1,)
-    """The k of each pass@k."""
+    """The values of k for pass@k."""
     prices: TokenPrices | None = None
 
     def __post_init__(self) -> None:
@@ -116,18 +116,18 @@ class Measure:
 
 
 NamedValues: TypeAlias = Callable[[Try], Mapping[str, float]]
-"""The values of a try that have names of their own."""
+"""The named values of an attempt."""
 PARTS: NamedValues = attrgetter("parts")
 AMOUNTS: NamedValues = attrgetter("amounts")
 EFFORTS: Mapping[str, Callable[[Try], float]] = {
     name: attrgetter(name)
     for name in ("prompt_tokens", "new_tokens", "sampled_tokens", "turns", "summaries", "seconds")
 }
-"""Effort of a try; figures are per try."""
+"""Effort of an attempt; figures are per attempt."""
 
 
 def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
-    """The figures of one version as JSON. Raises :class:`~etude.errors.ConfigError` for a k above all tries."""
+    """The figures of one version as JSON. Raises :class:`~etude.errors.ConfigError` for a k above the attempts."""
     return {
         "run": evaluation.run,
         "version": evaluation.version,
@@ -141,9 +141,9 @@ def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
 
 
 def differences(before: Evaluation, after: Evaluation, measure: Measure) -> dict[str, Json]:
-    """Differences ``after`` − ``before`` as JSON, per sampling mode, over the tasks that both versions tried.
+    """Differences ``after`` − ``before`` as JSON, per sampling mode, over the tasks that both versions attempted.
 
-    Raises :class:`~etude.errors.ConfigError` where they were tried on other tasks.
+    Raises :class:`~etude.errors.ConfigError` if their tasks differ.
     """
     ways: dict[str, Json] = {}
     for way in before.tries.keys() & after.tries.keys():
@@ -193,7 +193,7 @@ def _amount(tasks: Sequence[Sequence[Try]], value: Callable[[Try], float]) -> di
 
 
 def _clusters(tasks: Sequence[Sequence[Try]]) -> list[str]:
-    """The template of each task; of one that has none, itself."""
+    """The template of each task; for a task without a template, its own id."""
     return [tries[0].template or tries[0].task_id for tries in tasks]
 
 
@@ -203,7 +203,7 @@ def _named_means(
     names: Sequence[str],
     mean: Callable[[Sequence[float], Sequence[str]], Estimate],
 ) -> dict[str, Json]:
-    """Each of some named values over the tries that have it; one that none has is absent."""
+    """Mean of each named value over the attempts that have it; a value that no attempt has is absent."""
     means: dict[str, Json] = {}
     for name in names:
         having = [tries for tries in (_having(values, name, tries) for tries in tasks) if tries]
@@ -213,7 +213,7 @@ def _named_means(
 
 
 def _pass(tasks: Sequence[Sequence[Try]], k: int, measure: Measure) -> Estimate:
-    """pass@k over the tasks that were tried so often."""
+    """pass@k over the tasks with at least k attempts."""
     enough = [tries for tries in tasks if len(tries) >= k]
     if not enough:
         raise ConfigError(f"pass@{k} takes {k} tries of a task: no task has so many, raise --passes")
@@ -223,7 +223,7 @@ def _pass(tasks: Sequence[Sequence[Try]], k: int, measure: Measure) -> Estimate:
 def _pairs(
     before: Sequence[Sequence[Try | None]], after: Sequence[Sequence[Try | None]]
 ) -> list[tuple[list[Try], list[Try]]]:
-    """The tries of each task that both have tried."""
+    """The attempts at each task that both have attempted."""
     pairs = list(zip(by_task(before), by_task(after), strict=False))
     for index, (first, second) in enumerate(pairs):
         if first and second and first[0].task_id != second[0].task_id:
@@ -235,7 +235,7 @@ def _pairs(
 
 
 def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure: Measure) -> dict[str, Json]:
-    """``pairs`` has the tries of each task, before and after."""
+    """Differences for ``pairs``, the attempts at each task, before and after."""
 
     def change(value: Callable[[Try], float]) -> dict[str, Json]:
         return asdict(_paired(pairs, lambda tries: _mean(tries, value)))
@@ -258,7 +258,7 @@ def _paired(pairs: Sequence[tuple[list[Try], list[Try]]], value: Callable[[Seque
 def _named_differences(
     pairs: Sequence[tuple[list[Try], list[Try]]], values: NamedValues, names: Sequence[str]
 ) -> dict[str, Json]:
-    """Each of some named values over the tasks of which both have tries with it; one that no task has is absent."""
+    """Difference of each named value over the tasks for which both have attempts with it; otherwise it is absent."""
     changes: dict[str, Json] = {}
     for name in names:
         having = [(_having(values, name, before), _having(values, name, after)) for before, after in pairs]
@@ -271,7 +271,7 @@ def _named_differences(
 def _pass_differences(
     pairs: Sequence[tuple[list[Try], list[Try]]], ks: Sequence[int], measure: Measure
 ) -> dict[str, Json]:
-    """pass@k over the tasks that both have tried so often."""
+    """pass@k over the tasks with at least k attempts in both."""
     rates: dict[str, Json] = {}
     for k in ks:
         enough = [pair for pair in pairs if min(map(len, pair)) >= k]
@@ -308,9 +308,9 @@ def _reward(attempt: Try) -> float:
 
 
 WAYS = ("sampled", "greedy")
-"""In the order in which they are shown."""
+"""Sampling modes in display order."""
 Notation = Callable[[float | None], str]
-"""Function that writes a figure."""
+"""Function that formats a figure."""
 
 
 def evaluation_table(figures: Mapping[str, Json]) -> RenderableType:
@@ -362,7 +362,7 @@ def _ways(figures: Mapping[str, Json]) -> list[str]:
 
 
 def _tries(figures: Mapping[str, Json], way: str) -> Text:
-    """Tries of a task, as the name of the first column."""
+    """The header of the first column: the sampling mode and the number of missing attempts."""
     passes, missing = number_at(figures, f"{way}.passes"), number_at(figures, f"{way}.missing")
     text = Text(way if way == "greedy" else f"sampled ×{count(passes)}", ACCENT)
     return text.append(f", {count(missing)} tries missing", WARN) if missing else text
@@ -375,7 +375,7 @@ def _section(figures: Mapping[str, Json], way: str) -> dict[str, Json]:
 
 
 def _rows(figures: Mapping[str, Json], way: str) -> Iterator[tuple[str, str, Notation, Notation]]:
-    """Label, path, how the figure is written, and how a difference of two is."""
+    """Rows: label, path, formatter of the figure, and formatter of a difference."""
     section = _section(figures, way)
     rates = section["pass"]
     assert isinstance(rates, dict)
@@ -403,11 +403,11 @@ LABELS: Mapping[str, str] = {
     "summaries": "summaries",
     "cost": "cost",
 }
-"""Figure of a try → its row, in the order of rows."""
+"""Figure of an attempt → label of its row, in the order of rows."""
 
 
 IF_ANY = ("summaries", "refused_calls")
-"""Figures that are left out where there was none of it."""
+"""Figures without a row if they are zero."""
 
 
 def _test(differences: Mapping[str, Json], way: str) -> RenderableType:
@@ -450,7 +450,7 @@ def _table(first: Text, *names: str) -> Table:
 
 
 def _number(value: float | None) -> str:
-    """Three digits or more, as sizes differ much."""
+    """Format with three digits or more, since the magnitudes differ much."""
     if value is None or abs(value) >= 1000:
         return count(value)
     return small(value) if 0 < abs(value) < 1e-3 else f"{value:.3g}"

@@ -104,7 +104,7 @@ def milliseconds(value_ms: float | None) -> str:
 
 
 def number_at(report: Mapping[str, Json], path: str) -> float | None:
-    """The number at a dotted path such as ``heldout.pass_after``; ``None`` where it is unknown."""
+    """The number at a dotted path such as ``heldout.pass_after``; ``None`` if there is none."""
     value: object = report
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

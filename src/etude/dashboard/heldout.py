@@ -1,11 +1,12 @@
-"""The held-out result of a run: before and after RL, sampled and greedy, with errors that hold for other templates.
+"""The held-out result of a run: before and after RL, sampled and greedy, with errors that generalise to other
+templates.
 
     evaluation before ┐
-                      ├──▶ tasks that both have tried ──▶ rates, mean rewards, and their paired differences
+                      ├──▶ tasks that both have attempted ──▶ rates, mean rewards, and their paired differences
     evaluation after  ┘
 
-Where every reward is 0 or 1 the pass rate says it all. Rewards that are fractions are judged by their mean, and beside
-it stands how many tasks passed, which ``eval.pass_at`` decides.
+If every reward is 0 or 1, the pass rate is the complete result. Fractional rewards are summarised by their mean, in
+addition to the number of passed tasks, which ``eval.pass_at`` determines.
 """
 
 import re
@@ -21,13 +22,13 @@ from etude.telemetry.events import EvalDone
 from etude.types import Json
 
 RATES = {"sampled": "pass", "greedy": "greedy"}
-"""Way → what its pass rate is called."""
+"""Way → name of its pass rate."""
 PREFIXES = {"sampled": "", "greedy": "greedy_"}
-"""Way → how its other figures begin."""
+"""Way → prefix of its other figures."""
 MOST_KINDS = 8
-"""Most kinds of template that are told apart."""
+"""Maximum number of template kinds that are shown separately."""
 Values: TypeAlias = Sequence[float | None]
-"""One for each held-out task; ``None``: it was not tried."""
+"""One value for each held-out task; ``None`` if it was not attempted."""
 
 
 def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str, Json]:
@@ -59,12 +60,12 @@ def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str
 
 
 def kind_of(template: str) -> str:
-    """The beginning of a template's name: ``comp`` of ``comp|even|double {x}|sum``, a project of ``project:module``."""
+    """The prefix of a template's name: ``comp`` of ``comp|even|double {x}|sum``, a project of ``project:module``."""
     return re.split(r"[|:/]", template, maxsplit=1)[0]
 
 
 def pays_fractions(done: EvalDone) -> bool:
-    """True where some reward was neither 0 nor 1, so that the mean reward is no pass rate."""
+    """True if some reward was neither 0 nor 1, so that the mean reward is not a pass rate."""
     return any(reward not in (None, 0, 1) for reward in (*done.sampled_rewards, *done.greedy_rewards))
 
 
@@ -73,8 +74,8 @@ def _calls(turns: Sequence[Mapping[str, float]]) -> list[Json]:
 
 
 def _kinds(before: EvalDone | None, after: EvalDone | None) -> list[Json]:
-    """Pass rates of each kind of template, in order of their names; none where templates are of one kind, of too many
-    or each of its own.
+    """Pass rates of each kind of template, ordered by name; empty if there is only one kind, more than ``MOST_KINDS``,
+    or one kind per template.
     """
     newest = after or before
     templates = newest.clusters if newest else []
@@ -98,7 +99,7 @@ def _share(passed: Values, chosen: Sequence[bool]) -> float | None:
 
 
 def _have_same_tasks(before: EvalDone | None, after: EvalDone | None) -> bool:
-    """False for evaluations whose tasks cannot be paired, as an older étude drew others."""
+    """False for evaluations whose tasks cannot be paired, because another version of étude drew them."""
     return before is not None and after is not None and before.clusters == after.clusters
 
 
@@ -120,7 +121,7 @@ def _tried(values: Values, clusters: Sequence[str]) -> tuple[list[float], list[s
 
 
 def _difference(prefix: str, before: Values, after: Values, clusters: Sequence[str]) -> dict[str, Json]:
-    """The error and the interval of after − before, over the tasks that both have tried."""
+    """The error and the interval of after − before, over the tasks that both have attempted."""
     pairs = [
         (float(first), float(second), cluster)
         for first, second, cluster in zip(before, after, clusters, strict=False)
@@ -161,15 +162,15 @@ class Comparison:
         return None if self.before is None or self.after is None else self.after - self.before
 
     def value(self, number: float | None) -> str:
-        """Before or after, or where an axis has a tick."""
+        """Format the value before or after, or that of an axis tick."""
         return formatting.percent(number) if self.is_rate else formatting.decimal(number, 3)
 
     def change(self, number: float | None) -> str:
-        """The difference, or an end of its interval."""
+        """Format the difference, or an end of its interval."""
         return formatting.points(number) if self.is_rate else formatting.signed(number, 3)
 
     def error(self, number: float | None) -> str:
-        """A standard error."""
+        """Format a standard error."""
         if number is None:
             return formatting.MISSING
         return f"{100 * number:.1f}" if self.is_rate else f"{number:.3f}"
@@ -196,7 +197,7 @@ def comparison(report: Mapping[str, Json], way: str) -> Comparison:
 
 
 def full_marks(report: Mapping[str, Json], way: str) -> str:
-    """The number of passed tasks, where it is not the headline figure: ``full marks: 1 → 2``; else empty."""
+    """The number of passed tasks, unless it is the headline figure: ``full marks: 1 → 2``; else empty."""
     heldout, pass_at = report["heldout"], number_at(report, "config.eval.pass_at")
     assert isinstance(heldout, Mapping)
     if not heldout.get("pays_fractions"):
@@ -207,7 +208,7 @@ def full_marks(report: Mapping[str, Json], way: str) -> str:
 
 
 def about_errors(report: Mapping[str, Json]) -> str:
-    """Explain what the standard errors of held-out figures cover; empty where nothing was measured twice."""
+    """Explain what the standard errors of held-out figures cover; empty if there are none."""
     templates, tasks = number_at(report, "heldout.templates"), number_at(report, "heldout.n")
     if templates is None or number_at(report, "heldout.stderr") is None:
         return ""

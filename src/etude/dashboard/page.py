@@ -1,6 +1,6 @@
-"""A run's report as one page of HTML that needs nothing else: no script, no font, no network.
+"""A run's report as one self-contained HTML page: no script, no font, no network.
 
-Owns the order of the page and its style sheet. Every figure comes from the report; every text is escaped.
+Owns the order of the page and its style sheet. Every figure is from the report; every text is escaped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,7 +149,7 @@ def _header(report: Mapping[str, Json]) -> str:
 
 
 def _headline(report: Mapping[str, Json]) -> str:
-    """The sampled result, before and after: a share of tasks where rewards are 0 or 1, else their mean."""
+    """The sampled result, before and after: a share of tasks if rewards are 0 or 1, else the mean reward."""
     gain, marks = comparison(report, "sampled"), full_marks(report, "sampled")
     before, after = gain.value(gain.before), gain.value(gain.after)
     tasks = f"{formatting.count(number_at(report, 'heldout.n'))} held{NO_BREAK_HYPHEN}out tasks"
@@ -164,7 +164,7 @@ def _headline(report: Mapping[str, Json]) -> str:
 
 
 def _start(report: Mapping[str, Json]) -> str:
-    """The model that a run set out from."""
+    """The model that the run started from."""
     config = report["config"]
     assert isinstance(config, dict)
     model = config["model"]
@@ -200,7 +200,7 @@ def _card(report: Mapping[str, Json], title: str, way: str) -> str:
 
 
 def _calls(report: Mapping[str, Json]) -> str:
-    """Two figures of what sampled sessions called, turn by turn."""
+    """Two figures with the calls of sampled sessions, turn by turn."""
     sides = {label: reported_turns(report, label) for label in ("before", "after")}
     names = list(dict.fromkeys(name for turns in sides.values() for turn in turns for name in turn))
     if not names:
@@ -213,7 +213,7 @@ def _calls(report: Mapping[str, Json]) -> str:
 
 
 def _charts(report: Mapping[str, Json], section: Literal["Learning", "Health"]) -> str:
-    """A section of charts; those of phases that were not are left out, and so is a section without any."""
+    """A section of charts; charts without data are left out, and so is a section without charts."""
     drawn = [(chart.wide, _chart(report, chart, names)) for chart, names in charts(section)]
     wide = "".join(svg for is_wide, svg in drawn if is_wide)
     beside = [_midtrain(report)] * (section == "Learning") + [svg for is_wide, svg in drawn if not is_wide]
@@ -224,7 +224,7 @@ def _charts(report: Mapping[str, Json], section: Literal["Learning", "Health"]) 
 
 
 def _chart(report: Mapping[str, Json], chart: Chart, names: Sequence[str]) -> str:
-    """The lines of one chart, the last metric before the others."""
+    """The lines of one chart; the last metric is the main one."""
     lines: list[Line] = []
     for name in names:
         points, style = _points(report, name), "main" if name == names[-1] else "side"
@@ -247,7 +247,7 @@ def _midtrain(report: Mapping[str, Json]) -> str:
 
 
 def _positions(report: Mapping[str, Json]) -> str:
-    """The mismatch along the completion; what comes from the cache grows down this table."""
+    """The mismatch by position in the completion; errors from the cache grow down this table."""
     section = report["mismatch"]
     rows = section["by_position"] if isinstance(section, dict) else None
     if not isinstance(rows, list):
@@ -286,7 +286,7 @@ def _busy(report: Mapping[str, Json]) -> str:
 
 
 def _time(report: Mapping[str, Json]) -> str:
-    """Phases that were, as shares of the whole; the rest is starting and stopping."""
+    """Phases of the run as shares of the total time; the rest is starting and stopping."""
     total_s = number_at(report, "seconds.total")
     bars: list[tuple[str, float | None, str]] = []
     for label, seconds in phases(report):
@@ -295,7 +295,7 @@ def _time(report: Mapping[str, Json]) -> str:
 
 
 def _points(report: Mapping[str, Json], key: str, *, curve: str = "curve") -> Points:
-    """The values of ``key`` over steps, without the steps at which it is unknown."""
+    """The values of ``key`` over steps, without steps that have none."""
     rows = report[curve]
     assert isinstance(rows, list)
     pairs = [(number_at(point, "step"), number_at(point, key)) for point in rows if isinstance(point, dict)]

@@ -1,8 +1,8 @@
 """Small plots as inline SVG: lines over steps, shares as bars, measurements with their error.
 
-Owns geometry, not colour: every shape has a class that the page's style sheet paints, so light and dark come for free.
-Across, everything is placed in percent and stretches with the page; down, in pixels; so text keeps its size on a
-phone. Curves lie in a nested ``<svg>`` that stretches, with strokes that do not.
+Owns geometry, not colour: every shape has a class that the page's style sheet paints, so that light and dark mode need
+no work here. Horizontal positions are in percent and stretch with the page; vertical ones are in pixels, so that text
+keeps its size on a phone. Curves are in a nested ``<svg>`` that stretches, with strokes that do not.
 """
 
 import math
@@ -14,20 +14,20 @@ from typing import TypeAlias
 from etude.dashboard import formatting
 
 Points: TypeAlias = Sequence[tuple[float, float]]
-"""(x, y) in data units, x ascending; only known values."""
+"""(x, y) in data units, x ascending; without unknown values."""
 
 ACROSS = 1000
-"""Units across the nested ``<svg>`` of curves: fine enough that rounding to whole units cannot be seen."""
+"""Horizontal units of a curve's nested ``<svg>``: so fine that rounding to whole units is invisible."""
 MARGIN = 1.6
-"""Factor by which the scale of a frontier is wider than its dots, to each side."""
+"""Factor by which the scale of a frontier extends beyond its dots, on each side."""
 HEIGHT, TALL = 150, 220
-"""Pixels of a plot's lines, and of one as wide as the page."""
+"""Height of a plot in pixels, and of one as wide as the page."""
 LABEL_GAP = 13
-"""Least distance of two labels at the end of lines, in pixels."""
+"""Minimum distance of two labels at the end of lines, in pixels."""
 SHADE, FAINTEST, DARK = 0.2, 0.35, 0.75
-"""Opacity in stacked bars: the step from name to name, the least one, and the one from which on words are light."""
+"""Opacity in stacked bars: the step from name to name, the minimum, and the threshold from which text is light."""
 LABELLED = 0.2
-"""Least part of a stacked bar that has room for its name."""
+"""Minimum share of a stacked bar that has room for its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Data → pixels down, with round ticks."""
+    """Vertical scale from data to pixels, with round ticks."""
 
     low: float
     high: float
@@ -70,7 +70,7 @@ class EstimateMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierDot:
-    """A measured share with its interval, and what it took."""
+    """A measured share with its interval, and its cost or effort."""
 
     label: str
     amount: float
@@ -89,7 +89,7 @@ def line_plot(
     bound: tuple[float, str] | None = None,
     axis: str = "steps",
 ) -> str:
-    """Line plot over steps, or what ``axis`` says; empty where no line has a point. ``bound`` is a labelled threshold
+    """Line plot over steps, or over the unit ``axis``; empty if no line has a point. ``bound`` is a labelled threshold
     line.
     """
     drawn = [line for line in lines if line.points]
@@ -158,7 +158,7 @@ def share_bars(title: str, shares: Sequence[tuple[str, float | None, str]]) -> s
 
 
 def stacked_bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str]) -> str:
-    """Bar chart of parts of a whole, a bar for each row: each name has its shade, and is written where it has room."""
+    """Bar chart of parts of a whole, one bar per row: each name has its shade, and is written if there is room."""
     row, shapes, spoken = 26, [], []
     for index, (label, shares) in enumerate(rows):
         y, start = row * index, 0.0
@@ -184,8 +184,8 @@ def stacked_bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], na
 
 
 def frontier_plot(title: str, dots: Sequence[FrontierDot], *, height: int = 260) -> str:
-    """Shares up over amounts across, on a logarithmic scale: less to the left is better, and a line joins those that no
-    other one beats in both. Empty without a dot.
+    """Shares on the vertical axis over amounts on a logarithmic horizontal one: further left is better. A line joins
+    the dots that no other dot beats in both. Empty without a dot.
     """
     placed = [dot for dot in dots if dot.amount > 0]
     if not placed:
@@ -215,7 +215,7 @@ def frontier_plot(title: str, dots: Sequence[FrontierDot], *, height: int = 260)
 
 
 def frontier(dots: Sequence[FrontierDot]) -> list[FrontierDot]:
-    """The dots of which no other has a larger share for the same amount or less, by amount."""
+    """The dots that no other dot with the same amount or less exceeds in share, ordered by amount."""
     best: list[FrontierDot] = []
     for dot in sorted(dots, key=lambda dot: (dot.amount, -dot.share)):
         if not best or dot.share > best[-1].share:
@@ -264,7 +264,7 @@ def _curve(line: Line, across: Callable[[float], float], scale: Scale) -> str:
 
 
 def _end_labels(labels: Sequence[tuple[float, str, str]], height: float) -> list[str]:
-    """Words right of the lines' ends, moved apart where they would overlap and kept above the step marks."""
+    """Labels to the right of the lines' ends, moved apart if they would overlap, and kept above the step marks."""
     ordered = sorted(labels)
     places = [y for y, _, _ in ordered]
     for index in range(1, len(places)):
@@ -280,7 +280,7 @@ def _end_labels(labels: Sequence[tuple[float, str, str]], height: float) -> list
 
 
 def _linear_scale(values: Sequence[float], height: float) -> Scale:
-    """Round ticks around the data, and 0 at the bottom where the data nearly reach it."""
+    """Scale with round ticks around the data, and 0 at the bottom if the data nearly reach it."""
     low, high = min(values), max(values)
     if 0 < low < 0.5 * high:
         low = 0.0
@@ -293,7 +293,7 @@ def _linear_scale(values: Sequence[float], height: float) -> Scale:
 
 
 def _log_scale(values: Sequence[float], height: float) -> Scale:
-    """Whole decades around the data; what is not positive lies at the bottom."""
+    """Scale of whole decades around the data; values that are not positive are at the bottom."""
     positive = [value for value in values if value > 0] or [1.0]
     first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     last = max(last, first + 1)

@@ -36,7 +36,7 @@ def build_report(
 def build_figures(
     run: RunMetrics, config: RunConfig, *, machine: Mapping[str, Json], date: str, commit: str
 ) -> dict[str, Json]:
-    """A report without its ``curve``, which is a row for each step."""
+    """A report without its ``curve``, which has a row for each step."""
     steps = [timed.event for timed in run.steps]
     return {
         "name": config.name,
@@ -76,7 +76,7 @@ def _heldout(run: RunMetrics) -> Figures:
 
 
 def _recall(result: EvalDone | None) -> float | None:
-    """Share of the facts that a task needs and the agent had seen by then that are in summaries."""
+    """Share of the facts in summaries, among those that the task needs and the agent had seen by then."""
     parts = result.sampled_parts if result else {}
     return _ratio(_divide(parts.get("facts_kept", 0.0), parts.get("facts_seen", 0.0)))
 
@@ -155,7 +155,7 @@ def _mismatch(run: RunMetrics, steps: list[StepDone]) -> Figures:
 
 
 def _breakdown(run: RunMetrics, by: str) -> list[Json] | None:
-    """The rows of all steps that have the same first position, or version, as one."""
+    """One row for all steps' rows with the same first position, or version."""
     rows = [row for row in run.mismatch.values() if row.by == by]
     firsts = sorted({row.first for row in rows})
     return [_row([row for row in rows if row.first == first]) for first in firsts] or None
@@ -197,7 +197,7 @@ def _weights(run: RunMetrics) -> Figures:
 
 
 def _rollouts(tally: Tally) -> Figures:
-    """Counts of training rollouts; zero is a fact here once any of them has closed."""
+    """Counts of rollouts by status; zero is a known value once any rollout has closed."""
     return {str(status): tally.statuses[status] if tally.closed else None for status in RolloutStatus}
 
 
@@ -207,7 +207,7 @@ def _read_tokens(run: RunMetrics, phase: str) -> int | None:
 
 
 def _heldout_curve(run: RunMetrics) -> list[Json]:
-    """Every held-out measurement, in order: losses of the phases that imitate, pass rates of RL by weight version."""
+    """Every held-out measurement, in order: losses of the imitation phases, pass rates of RL by weight version."""
     losses: list[Json] = [
         {
             "phase": phase,
@@ -246,7 +246,7 @@ def _imitation_curve(run: RunMetrics, phase: str) -> list[Json]:
 
 
 def _curve(run: RunMetrics) -> list[Json]:
-    """Every metric of every step; ``None`` where the step cannot know it."""
+    """Every metric of every step; ``None`` if the step has no value."""
     changed = run.changed
     return [
         {
@@ -276,13 +276,13 @@ def _divide(part: float, whole: float) -> float | None:
 
 
 def _share(part: float, whole: float) -> float | None:
-    """A share that is 1 only for all: rounding never turns nearly all into all."""
+    """A share that is 1 only for all: it is rounded down, so that nearly all is never shown as all."""
     share = _divide(part, whole)
     return None if share is None else math.floor(share * 10_000) / 10_000
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float | None:
-    """Mean of values by weight; ``None`` of nothing."""
+    """Mean of values by weight; ``None`` if there are none."""
     pairs = list(weighted)
     return _divide(sum(value * weight for value, weight in pairs), sum(weight for _, weight in pairs))
 
@@ -307,13 +307,13 @@ def _significant(value: float | None) -> float | None:
 WARN_AFTER = 3
 """Consecutive steps without a signal before a warning: with few groups, one or two happen by chance."""
 CUT_SHORT = ("length", "turns", "context", "time", "timeout")
-"""Reasons of rollouts that a limit cut short."""
+"""Finish reasons of rollouts that a limit truncated."""
 AWAY = ("EngineUnavailable", "EngineBusy", "SessionLost", "VersionPending")
-"""Errors of rollouts whose engine or gateway was away."""
+"""Errors of rollouts whose engine or gateway was unavailable."""
 NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
-"""Part of a reason that differs between failures that are alike: a port, an id, a time."""
+"""Part of a reason that differs between similar failures: a port, an id, a time."""
 NEARLY_ALL = 0.9
-"""Least share of rollouts with the same end for which that end counts as the cause."""
+"""Minimum share of rollouts with the same finish reason for which it counts as the cause."""
 
 
 def learning_figures(run: RunMetrics) -> dict[str, Json]:
@@ -334,22 +334,22 @@ def learning_figures(run: RunMetrics) -> dict[str, Json]:
 
 
 def ends(steps: Sequence[StepDone]) -> Counter[str]:
-    """Reason why agents stopped → rollouts of some steps."""
+    """Finish reason → number of rollouts in some steps."""
     return sum((Counter(step.ended) for step in steps), Counter())
 
 
 def cut_short(ended: Counter[str]) -> float | None:
-    """Share of rollouts that a limit ended."""
+    """Share of rollouts that were ended by a limit."""
     return round(sum(ended[reason] for reason in CUT_SHORT) / ended.total(), 4) if ended else None
 
 
 def shares(ended: Counter[str], most: int = 3) -> str:
-    """The ends of rollouts in words: ``submit 81%, length 19%``."""
+    """The finish reasons of rollouts as text: ``submit 81%, length 19%``."""
     return ", ".join(f"{reason} {percent(number / ended.total(), 0)}" for reason, number in ended.most_common(most))
 
 
 def warning(steps: Sequence[StepDone]) -> str | None:
-    """The warning while the newest steps bring nothing to learn from; the same words for as long as that goes on."""
+    """The warning while the newest steps have no signal; its text stays the same until there is one."""
     in_vain = list(takewhile(_is_in_vain, reversed(steps)))[::-1]
     if len(in_vain) < WARN_AFTER:
         return None
@@ -357,7 +357,7 @@ def warning(steps: Sequence[StepDone]) -> str | None:
 
 
 def warnings(run: RunMetrics) -> list[str]:
-    """The warnings that hold now."""
+    """The current warnings."""
     notices = (warning([timed.event for timed in run.steps]), failing_alike(run))
     return [notice for notice in notices if notice]
 
@@ -408,6 +408,6 @@ def likely_cause(steps: Sequence[StepDone]) -> str:
 
 
 def _is_in_vain(step: StepDone) -> bool:
-    """True where there was nothing to learn from: hints teach without a signal."""
+    """True if a step had nothing to learn from: neither a signal nor hints, which teach without one."""
     metrics = step.metrics
     return metrics["groups_without_signal"] == metrics["groups"] and not metrics.get("hinted_tokens")

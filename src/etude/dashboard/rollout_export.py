@@ -1,9 +1,9 @@
-"""Rollouts as files that other tools read: Harbor's trajectory format, and a page of HTML that needs nothing else.
+"""Rollouts as files for other tools: Harbor's trajectory format, and a self-contained HTML page.
 
-Owns what goes where in an ATIF document (Agent Trajectory Interchange Format 1.8: Harbor's RFC 0001,
-https://harborframework.com/docs/trajectory-format) and the layout of that page. JSONL is one
-:func:`~etude.dashboard.rollouts.to_json` a line. Whatever a model wrote is data: escaped, with its control characters
-spelt out.
+Owns the mapping to an ATIF document (Agent Trajectory Interchange Format 1.8: Harbor's RFC 0001,
+https://harborframework.com/docs/trajectory-format) and the layout of the page. JSONL has one
+:func:`~etude.dashboard.rollouts.to_json` per line. A model's output is data: it is escaped, and its control characters
+are made visible.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ from etude.types import Json
 ATIF = "ATIF-v1.8"
 """Version of the format."""
 LEVELS = 6
-"""Shades of a token: by how unlikely it was."""
+"""Number of shades of a token, by its probability."""
 NATS_PER_LEVEL = 0.75
 
 
 def exported(rollout: ReadRollout, form: Literal["harbor", "html"], config: RunConfig) -> str:
-    """A rollout of a run with that recipe, as the text of a file."""
+    """A rollout of a run with the recipe ``config``, as the text of a file."""
     if form == "html":
         return to_html(rollout)
     trajectory = to_harbor(rollout, agent=config.harness.kind, version=version_of("etude"), model=config.name)
@@ -37,9 +37,9 @@ def exported(rollout: ReadRollout, form: Literal["harbor", "html"], config: RunC
 def to_harbor(rollout: ReadRollout, *, agent: str, version: str, model: str) -> dict[str, Json]:
     """A rollout as an ATIF trajectory; ``agent`` is the name of its harness, ``version`` étude's.
 
-    A context is a step of ``user`` and each reply one of ``agent``, whose observation is what its context went on with.
-    Turns that another rollout sampled are marked as copied context, which is not to be trained on. Token ids and
-    logprobs are there if the rollout was read with its tokens.
+    A new context is a step of ``user``, and each reply a step of ``agent``, whose observation is the text that follows
+    it in its context. Turns that another rollout sampled are marked as copied context, which is not to be trained on.
+    Token ids and logprobs are included if the rollout was read with its tokens.
     """
     answers = _answers(rollout.turns)
     steps: list[Json] = []
@@ -84,7 +84,7 @@ def to_harbor(rollout: ReadRollout, *, agent: str, version: str, model: str) -> 
 
 
 def _answers(turns: Sequence[ReadTurn]) -> list[str | None]:
-    """For each turn the new text of the first one that goes on from it."""
+    """For each turn, the new text of the first turn that continues it."""
     answers: list[str | None] = [None] * len(turns)
     for turn in reversed(turns):
         if turn.continues is not None:
@@ -155,8 +155,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def to_html(rollout: ReadRollout) -> str:
-    """A rollout as one page: no script, no font, no network. Tokens are shaded by how unlikely they were, if the
-    rollout was read with them.
+    """A rollout as one page: no script, no font, no network. Tokens are shaded by their improbability, if the rollout
+    was read with its tokens.
     """
     where = f"{rollout.purpose} group {rollout.group}, slot {rollout.slot}"
     rows = [
@@ -228,5 +228,5 @@ def _diff_lines(lines: Sequence[ReadLine]) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    """Text of anybody's, as nothing but text."""
+    """Untrusted text, escaped for HTML."""
     return escape(visible(text))

@@ -1,7 +1,7 @@
-"""Rollouts in the terminal: an overview, a list, a group side by side, one rollout turn by turn.
+"""Rollouts in the terminal: an overview, a list, a group as a table, one rollout turn by turn.
 
-Owns the layout for people; 100 columns, still whole at 80, in a pipe as wide as the text. Whatever a model or a program
-in a sandbox wrote is data: its control characters are shown, never sent to the terminal.
+Owns the layout for people: 100 columns, complete at 80, and as wide as the text in a pipe. The output of a model or of
+a program in a sandbox is data: its control characters are made visible, never sent to the terminal.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ from etude.ledger.states import GroupState
 from etude.types import Disposition, ObservedSession, RolloutStatus
 
 REASON_CHARACTERS = 40
-"""Characters of a reason in a list; that of a failure may be a whole message."""
+"""Maximum length of a reason in a list; that of a failure may be a whole message."""
 Reasons: TypeAlias = Sequence[tuple[RolloutStatus, str, int]]
-"""Status and reason of rollouts → their number."""
+"""Status and reason of rollouts, and their number."""
 
 
 def overview(name: str, steps: str, census: Sequence[Census], reasons: Reasons) -> RenderableType:
@@ -49,7 +49,7 @@ def overview(name: str, steps: str, census: Sequence[Census], reasons: Reasons) 
 
 
 def rollout_list(matches: Sequence[RolloutMatch], total: int) -> RenderableType:
-    """Rollouts that a search found, one line each."""
+    """The results of a rollout search, one line each."""
     if not matches:
         return Text("no rollout is like that", WARN)
     table = light_table("rollout", ">group", ">slot", ">step", ">reward", ">turns", ">sampled", ">versions", "ended")
@@ -74,7 +74,7 @@ def rollout_list(matches: Sequence[RolloutMatch], total: int) -> RenderableType:
 
 
 def group_table(rollouts: Sequence[ReadRollout]) -> RenderableType:
-    """The rollouts of a group side by side: their rewards and the parts of these."""
+    """The rollouts of a group as a table, with their rewards."""
     first = rollouts[0]
     head = Text.assemble(
         (f"{first.purpose} group {first.group}", f"bold {ACCENT}"),
@@ -120,7 +120,7 @@ class Block:
 
 
 def _beside(census: Census) -> Text:
-    """Other filters, as far as they have matches."""
+    """Counts of the outcomes other than graded, and of rollouts with summaries and hints; without zeros."""
     troubles = [
         (census.outcomes[outcome], str(outcome)) for outcome in RolloutOutcome if outcome is not RolloutOutcome.GRADED
     ]
@@ -137,7 +137,7 @@ def _reason_lines(reasons: Reasons) -> Iterator[RenderableType]:
 
 
 def _ended(rollout: RolloutMatch) -> Text:
-    """Reason for its end, and remarks."""
+    """The finish reason of a rollout, and remarks."""
     text = visible(rollout.reason).replace("\n", " ")
     text = text if len(text) <= REASON_CHARACTERS else text[: REASON_CHARACTERS - 1] + "…"
     words = [Text(text or str(rollout.status), "default" if rollout.status is RolloutStatus.GRADED else WARN)]
@@ -166,7 +166,7 @@ def _signed(value: float) -> str:
 
 
 def _advantages(turns: Sequence[ReadTurn]) -> str:
-    """One number where all turns share it, else from the lowest to the highest."""
+    """One number if all turns have the same advantage, else the range from lowest to highest."""
     values = sorted({turn.advantage for turn in turns if turn.advantage is not None})
     if not values:
         return MISSING
@@ -174,7 +174,7 @@ def _advantages(turns: Sequence[ReadTurn]) -> str:
 
 
 def _weighing(compared: ReadComparison) -> str:
-    """Number of rollouts compared, and the group's weight for those that are missing."""
+    """Number of compared rollouts, and the group's weight that compensates for missing ones."""
     missing = (("quarantined", compared.quarantined), ("lost", compared.lost))
     words = f"{compared.rollouts} compared" + "".join(f", {number} {name}" for name, number in missing if number)
     if compared.weight != 1:
@@ -221,7 +221,7 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
 
 
 def _observed(observed: ObservedSession) -> Text:
-    """The user, the arm that answered, and what was answered of it."""
+    """The user, the arm that answered, and the user's feedback."""
     session = observed.observation
     text = Text(visible(session.user)).append(f"  arm {visible(session.arm)}", DIM)
     answers = [f"{visible(part)} {' '.join('–' if value is None else f'{value:g}' for value in values)}"
@@ -235,7 +235,7 @@ def _observed(observed: ObservedSession) -> Text:
 
 
 def _summed(rollout: ReadRollout) -> Text:
-    """The number, and the sum that it is; or was, where a verdict says otherwise."""
+    """The reward as the sum of its parts, or the scored sum if a verdict replaced it."""
     assert rollout.reward is not None
     text = Text(f"{rollout.reward:.3f}".replace("-", "−"), f"bold {GOOD}" if rollout.reward > 0 else "bold")
     summed = [part for part in rollout.parts if part.worth is not None]
@@ -247,7 +247,7 @@ def _summed(rollout: ReadRollout) -> Text:
 
 
 def _compared(rollout: ReadRollout, compared: ReadComparison) -> Text:
-    """Advantage beside the others, and its share of the step's loss tokens."""
+    """The compared reward, and the rollout's share of the step's loss tokens."""
     text = Text(decimal(compared.compared, 3))
     if compared.penalty:
         text.append(f" = {decimal(rollout.reward, 3)} − {decimal(compared.penalty, 3)} for effort", DIM)
@@ -260,7 +260,7 @@ def _compared(rollout: ReadRollout, compared: ReadComparison) -> Text:
 
 
 def _recorded(parts: Sequence[ReadPart]) -> Text:
-    """Other measurements; those that are 0 are left out."""
+    """Other measurements, without those that are 0."""
     marks = [part for part in parts if part.value]
     words = [Text.assemble((f"{visible(part.name)} ", DIM), f"{part.value:.4g}".replace("-", "−")) for part in marks]
     rest = [Text("all else 0" if marks else "all 0", DIM)] if len(marks) < len(parts) else []
@@ -302,7 +302,7 @@ def _turn_head(turn: ReadTurn, step: int | None) -> RenderableType:
 
 
 def _by_version(versions: Mapping[int, int], step: int | None) -> str:
-    """`` of v4 (1 behind)``, or by how many of each."""
+    """The versions that sampled a turn: `` of v4 (1 behind)``, or the number of tokens of each."""
 
     def named(version: int) -> str:
         return f"v{version}" if step is None else f"v{version} ({step - 1 - version} behind)"
@@ -334,7 +334,7 @@ def _summary(summary: ReadSummary) -> Iterator[RenderableType]:
 
 
 def _token_table(tokens: Iterable[ReadToken]) -> RenderableType:
-    """One line for each token; columns of unknown values are left out."""
+    """One line per token, without columns that have no values."""
     tokens = tuple(tokens)
     columns = ["text", ">id", ">logprob", ">p", ">version", ">mismatch"]
     has_kept, has_routes = (any(getattr(token, name) is not None for token in tokens) for name in ("kept", "routes"))

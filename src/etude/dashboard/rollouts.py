@@ -1,7 +1,8 @@
-"""Rollouts as they are shown: nouns that the terminal, the page and exports share.
+"""Rollouts as data for display, shared by the terminal, the page and exports.
 
-:mod:`etude.run.rollout_reader` makes them. Owns what is known of a rollout once it is read, and its JSON; how it looks
-is :mod:`etude.dashboard.rollout_text`'s and the page's, what other tools read :mod:`etude.dashboard.rollout_export`'s.
+:mod:`etude.run.rollout_reader` creates them. Owns the displayed facts of a rollout, and its JSON;
+:mod:`etude.dashboard.rollout_text` and the page own its appearance, :mod:`etude.dashboard.rollout_export` other
+formats.
 """
 
 from collections.abc import Mapping
@@ -22,9 +23,9 @@ class ReadPart:
     value: float
     """Value as its source gave it."""
     worth: float | None
-    """Amount that it adds to the reward; ``None``: it was only recorded, or the grader alone knows."""
+    """Contribution to the reward; ``None`` if the part was only recorded, or only the grader knows its contribution."""
     source: str
-    """Source that the recipe names, such as ``judge.clarity``; empty of the grader's own parts."""
+    """Source in the recipe, such as ``judge.clarity``; empty for the grader's own parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +34,12 @@ class ReadVote:
 
     aspect: str
     score: int | None
-    """``None``: it said that it cannot tell."""
+    """``None`` if the judge abstained."""
     lowest: int
     highest: int
     """Ends of the rubric's scale."""
     reason: str
-    """Reason that it gave."""
+    """Reason given by the judge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +47,9 @@ class ReadLine:
     """One line of a change to a file."""
 
     mark: str
-    """``+`` added, ``-`` removed, a space for what stayed."""
+    """``+`` added, ``-`` removed, a space for unchanged."""
     number: int | None
-    """Line number in the file after the change, of a removed line before it; ``None`` where it is not known."""
+    """Line number in the file after the change, for a removed line before it; ``None`` if unknown."""
     text: str
 
 
@@ -58,45 +59,45 @@ class ReadCall:
 
     tool: str
     arguments: Mapping[str, str]
-    """By name, each as text; what was no text in the call is JSON here."""
+    """By name, each as text; other values are converted to JSON."""
     path: str
-    """File that it changes; empty where it changes none that is known."""
+    """File that the call changes; empty if it changes none, or an unknown one."""
     diff: tuple[ReadLine, ...]
-    """Change that it asks for, with lines around it as far as they are known; empty where it changes nothing."""
+    """Requested change, with as many surrounding lines as are known; empty if nothing changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedFile:
-    """One file of a task, and what became of it."""
+    """One file of a task, and its change during the rollout."""
 
     path: str
     before: str
-    """Text that the sandbox began with."""
+    """Original text in the sandbox."""
     diff: tuple[ReadLine, ...]
-    """All accepted changes together; empty: nothing was changed by a call that is understood."""
+    """All accepted changes together; empty if no parsed call changed the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadToken:
-    """One sampled token, as it is shown."""
+    """One sampled token for display."""
 
     token_id: int
     text: str
-    """Text that it spells; a special one by its name, U+FFFD for a part of a character."""
+    """Decoded text; the name of a special token, U+FFFD for a part of a character."""
     logprob: float
-    """The engine's."""
+    """The engine's logprob."""
     version: int
     """The weight version that sampled it."""
     mismatch: float | None
     """The trainer's logprob under that version − the engine's."""
     kept: int | None
-    """Tokens of the vocabulary that it was drawn from; ``None`` where nothing was cut, or it is no longer known."""
+    """Number of tokens in the sampling mask; ``None`` if nothing was truncated, or the number is unknown."""
     routes: tuple[tuple[int, ...], ...] | None
-    """[sparse layers, experts per token] of the pass that it was drawn from."""
+    """[sparse layers, experts per token] of the forward pass that it was sampled from."""
     advantage: float | None
-    """Advantage with which it is trained on; 0 where there is no signal, ``None`` where it cannot be said."""
+    """Advantage with which it is trained; 0 if there is no signal, ``None`` if unknown."""
     has_loss: bool | None
-    """True if it carries loss; ``None`` where that cannot be said."""
+    """True if it has loss; ``None`` if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,32 +105,32 @@ class ReadSummary:
     """A self-summary and the context that it replaced."""
 
     scratch: str
-    """Reasoning before it, which is forgotten."""
+    """Reasoning before the summary, which is discarded."""
     text: str
-    """Text from which the next context goes on."""
+    """Text with which the next context continues."""
     tokens_before: int
     """Tokens of the context that was summarised."""
     tokens_after: int | None
-    """Tokens of the one that begins after it; ``None`` where none does."""
+    """Tokens of the context that begins after it; ``None`` if there is none."""
     facts: Mapping[str, bool | None]
-    """Fact that the answer takes → whether the summary has it; ``None`` where it had not been seen by then."""
+    """Fact that the answer needs → whether the summary has it; ``None`` if it had not been seen by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTurn:
-    """One model call, as it is shown."""
+    """One model call for display."""
 
     number: int
     """From 0."""
     kind: str
     continues: int | None
-    """The turn whose reply its context goes on from; ``None``: the context began anew."""
+    """The turn whose reply its context continues; ``None`` if the context is new."""
     heard: str
-    """Text that is new in its context."""
+    """New text in its context."""
     said: str
-    """Its reply, as it was sampled, without special tokens."""
+    """The sampled reply, without special tokens."""
     thinking: str
-    """Reasoning in the reply, where the chat format marks it."""
+    """Reasoning in the reply, if the chat format marks it."""
     content: str
     """The reply without reasoning and calls."""
     calls: tuple[ReadCall, ...]
@@ -137,20 +138,20 @@ class ReadTurn:
     temperature: float
     prompt_tokens: int
     new_tokens: int
-    """Tokens that are new in the prompt."""
+    """New tokens in the prompt."""
     sampled_tokens: int
     versions: Mapping[int, int]
-    """Weight version → tokens that it sampled."""
+    """Weight version → number of tokens that it sampled."""
     reward: float | None
-    """Reward that it earned by itself, beside the rollout's."""
+    """The turn's own reward, in addition to the rollout's."""
     hint: Hint | None
     advantage: float | None
-    """Advantage of its loss tokens; 0 where there is no signal, ``None`` where it cannot be said."""
+    """Advantage of its loss tokens; 0 if there is no signal, ``None`` if unknown."""
     loss_tokens: int | None
-    """Sampled tokens that carry loss; ``None`` where that cannot be said."""
+    """Sampled tokens with loss; ``None`` if unknown."""
     summary: ReadSummary | None
     tokens: tuple[ReadToken, ...] | None
-    """``None`` unless asked for."""
+    """``None`` unless the rollout was read with tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,25 +159,25 @@ class ReadComparison:
     """Comparison of a rollout with the others of its group."""
 
     penalty: float
-    """Taken off for effort."""
+    """Deduction for effort."""
     compared: float
     """Reward after penalties."""
     rollouts: int
-    """Rollouts that are compared: graded and not quarantined."""
+    """Number of compared rollouts: graded and not quarantined."""
     quarantined: int
     lost: int
-    """Slots given up to infrastructure."""
+    """Number of slots lost to infrastructure failures."""
     weight: float
-    """Factor of the group's advantages for these two."""
+    """Factor of the group's advantages that compensates for quarantined and lost rollouts."""
     has_signal: bool
     """True if any turn of the group has an advantage; else nothing is trained on."""
     step_tokens: int | None
-    """Loss tokens of the whole batch of its optimiser step; ``None`` before that."""
+    """Loss tokens of the whole batch of its optimiser step; ``None`` before that step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRollout:
-    """One rollout, as it is shown."""
+    """One rollout for display."""
 
     rollout_id: str
     purpose: str
@@ -189,32 +190,32 @@ class ReadRollout:
     """State of its group on the way to the trainer (:class:`~etude.ledger.states.GroupState`)."""
     task_id: str
     epoch: int
-    """Time, from 1, that its task was admitted; 1 of an evaluation."""
+    """Epoch of its task's admission, from 1; 1 for an evaluation."""
     template: str
     prompt: str
     files: tuple[ChangedFile, ...]
-    """Files that the task brought along, beside its image."""
+    """The task's own files, in addition to its image."""
     status: str
     reason: str
     reward: float | None
     parts: tuple[ReadPart, ...]
     counts: Mapping[str, int]
-    """Actions of the agent: tool name → calls."""
+    """Actions of the agent: tool name → number of calls."""
     seconds: float
     verdict: Verdict | None
     votes: tuple[ReadVote, ...]
-    """Votes of the run's judge, as far as its cache still has them."""
+    """Votes of the run's judge that are still in its cache."""
     branch_of: str | None
     """The rollout that sampled its first turns."""
     branch_turns: int
-    """Number of those."""
+    """Number of these turns."""
     comparison: ReadComparison | None
-    """``None`` where nothing is trained on; of an open group what it would be if the group ended now."""
+    """``None`` if nothing is trained on; for an open group, the comparison as if it ended now."""
     turns: tuple[ReadTurn, ...]
     notes: tuple[str, ...]
-    """Figures that could not be made, and why."""
+    """Figures that could not be computed, with the reasons."""
     observed: ObservedSession | None = None
-    """Knowledge of a live session beside its turns; ``None`` of every other rollout."""
+    """Facts of a live session besides its turns; ``None`` for other rollouts."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -228,10 +229,10 @@ class ReadRollout:
 
 
 Shown: TypeAlias = ReadRollout | RolloutMatch
-"""A rollout with its turns, or as a search finds it."""
+"""A rollout with its turns, or a search result."""
 
 
 def to_json(rollout: Shown) -> dict[str, Json]:
-    """One of these objects as JSON; its keys are the fields."""
+    """Convert one of these objects to JSON; its keys are the fields."""
     fields: dict[str, Json] = orjson.loads(orjson.dumps(rollout, option=orjson.OPT_NON_STR_KEYS))
     return fields

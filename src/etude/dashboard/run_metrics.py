@@ -1,13 +1,12 @@
 """Facts and metrics of a run, folded from its events.
 
-Owns the facts that people ask about: which phase, how long, how well, how stale. Does not read files (that is
-:class:`~etude.telemetry.log.EventReader`) and does not draw (:mod:`~etude.dashboard.terminal`,
-:mod:`~etude.dashboard.page`).
+Owns the facts that a report contains: phases, durations, results, staleness. Neither reads files
+(:class:`~etude.telemetry.log.EventReader`) nor draws (:mod:`~etude.dashboard.terminal`, :mod:`~etude.dashboard.page`).
 
     events ──▶ RunMetrics.add ──▶ timelines, tallies ──▶ build_report, render
 
-Processes write separate files, so events may arrive slightly out of order; every timeline is kept sorted by the time
-of the event, and time is measured between events, never between arrivals.
+Processes write separate files, so events may arrive slightly out of order; every timeline is sorted by the time of the
+event, and durations are measured between events, not between their arrivals.
 """
 
 import math
@@ -46,17 +45,17 @@ from etude.telemetry.hacks import HackRates, Judged
 from etude.types import RolloutStatus
 
 PHASES = ("midtrain", "sft", "eval-before", "rl", "eval-after")
-"""The phases that take time, in order, though not every run has all; ``done`` follows."""
+"""The phases that take time, in order; a run may lack some. ``done`` follows."""
 
 TRAIN = "train"
-"""Purpose of the simulated rollouts that are trained on; those of evaluations are ``before-sampled``, …"""
+"""Purpose of the simulated rollouts that are trained on; evaluations have ``before-sampled``, …"""
 LIVE = "live"
 """Purpose of users' sessions."""
 
 RECENT_ROLLOUTS = 50
-"""Rollouts over which the time of their stages is averaged."""
+"""Number of rollouts over which stage times are averaged."""
 ALIKE = 3
-"""Failures in a row after which it is asked whether they are one and the same."""
+"""Number of consecutive failures after which they are checked for a common cause."""
 
 E = TypeVar("E")
 Numbered = TypeVar("Numbered", ImitationProgress, StepDone)
@@ -66,7 +65,7 @@ Span: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Timed(Generic[E]):
-    """An event and when it happened, in Unix seconds."""
+    """An event and its time, in Unix seconds."""
 
     at_s: float
     event: E
@@ -74,12 +73,12 @@ class Timed(Generic[E]):
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of rollouts by how they ended, for one purpose."""
+    """Counts of rollouts by status and reason, for one purpose."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    """Status → rollouts."""
+    """Status → number of rollouts."""
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Status and reason → rollouts."""
+    """Status and reason → number of rollouts."""
     sampled_tokens: int = 0
 
     def add(self, closed: RolloutClosed) -> None:
@@ -90,7 +89,7 @@ class Tally:
 
     @property
     def closed(self) -> int:
-        """All rollouts, however they ended."""
+        """Number of rollouts of any status."""
         return self.statuses.total()
 
 
@@ -107,13 +106,13 @@ class RegionUse:
     """Use of one region by all rollouts processes together."""
 
     version: int = -1
-    """The newest that was served there."""
+    """The newest version that was served there."""
     sessions: int = 0
     payload_bytes: int = 0
-    """Size of the routes and sampling masks that came of its sessions, and lie in its store."""
+    """Size of the routes and sampling masks of its sessions, which are in its store."""
 
     def add(self, served: RegionServed) -> None:
-        """Count what came since the last event."""
+        """Count the use since the last event."""
         self.version = max(self.version, served.version)
         self.sessions += served.sessions
         self.payload_bytes += served.payload_bytes
@@ -127,12 +126,12 @@ class RunMetrics:
         self.imitation: dict[str, list[Timed[ImitationProgress]]] = {}
         """Phase → its progress."""
         self.heldout: dict[tuple[str, int], HeldoutLoss] = {}
-        """Phase and step → the loss on what is never learnt from."""
+        """Phase and step → the loss on held-out data."""
         self.lineage: dict[str, PhaseEnded] = {}
-        """Phase → how it ended."""
+        """Phase → the event at its end."""
         self.steps: list[Timed[StepDone]] = []
         self.mismatch: dict[tuple[int, str, int], MismatchMeasured] = {}
-        """(step, by what, first) → the newest row of the mismatch's breakdown."""
+        """(step, breakdown, first) → the newest row of the mismatch's breakdown."""
         self.warnings: list[Timed[MismatchWarned]] = []
         self.judge_alarms: list[JudgeAlarm] = []
         self.published: list[Timed[WeightsPublished]] = []
@@ -140,42 +139,42 @@ class RunMetrics:
         self.engine: list[Timed[EngineStats]] = []
         """Reports of all engines."""
         self.engines: dict[str, EngineStats] = {}
-        """The newest of each engine, by the name of its process."""
+        """The newest report of each engine, by the name of its process."""
         self.swapped_to: dict[str, int] = {}
         """The weight version of each engine that has swapped."""
         self.rollouts: dict[str, Tally] = {}
         self.failures: deque[str] = deque(maxlen=ALIKE)
-        """Reasons of the newest rollouts that failed since one was graded."""
+        """Reasons of the newest failed rollouts since the last graded one."""
         self.hacks: dict[str, HackRates] = {}
         """Purpose → tally; see :data:`TRAIN`."""
         self.evals: dict[str, EvalDone] = {}
         """``before``, ``after`` or ``step-N`` → the newest result."""
         self.regions: dict[str, RegionUse] = {}
-        """Region → what it was used for; of a run with several."""
+        """Region → its use, in a run with several regions."""
         self.outages: dict[tuple[str, str], Timed[Outage]] = {}
-        """(process, what is away) → since when, and why."""
+        """(process, unavailable resource) → start and reason of the outage."""
         self.processes: dict[str, ProcessStarted] = {}
         """Process → its newest start."""
         self.restarts = 0
-        """Processes that died and were started again, over the whole run."""
+        """Number of processes that died and were restarted, over the whole run."""
         self.memory_bytes_max: int | None = None
-        """Most resident memory that the processes of the run ever had together."""
+        """Maximum resident memory of all processes of the run together."""
         self.memory_bytes: int | None = None
-        """Their memory now."""
+        """Their current memory."""
         self.last_rollout: Timed[RolloutClosed] | None = None
         """The newest graded rollout, of any purpose."""
         self.last_failure: Timed[str] | None = None
-        """The newest reason for which a rollout failed, or a sink."""
+        """The newest reason of a failed rollout or sink."""
         self.errors = 0
-        """Rollouts that infrastructure failed, and troubles of sinks."""
+        """Number of rollouts that infrastructure failed, and of sink failures."""
         self.stages: deque[Mapping[str, float]] = deque(maxlen=RECENT_ROLLOUTS)
         """Seconds by stage of the newest graded rollouts."""
         self.alerts: dict[str, Timed[AlertChanged]] = {}
-        """Rule → its newest change, the newest last."""
+        """Rule → its newest change; the newest one last."""
         self._phases: list[Timed[str]] = []
 
     def add(self, logged: Logged) -> None:
-        """Fold in one event."""
+        """Add one event."""
         at_s, event = logged.at_s, logged.event
         self._live(at_s, resumed=isinstance(event, RunStarted) and event.resumed)
         match event:
@@ -205,7 +204,7 @@ class RunMetrics:
             case StepDone():
                 _supersede(self.steps, Timed(at_s, event))
                 if "after" in self.evals and event.step > self.evals["after"].version:
-                    del self.evals["after"]  # a run that goes on behind its end
+                    del self.evals["after"]  # the run continues beyond its former end
             case MismatchMeasured():
                 self.mismatch[event.step, event.by, event.first] = event
             case MismatchWarned():
@@ -242,7 +241,7 @@ class RunMetrics:
 
     @property
     def changed(self) -> dict[int, bool]:
-        """Version from 1 on → whether its weights differ from those of the one before; only those that are known."""
+        """Version from 1 → whether its weights differ from the previous version's, for versions with known digests."""
         digests = {timed.event.version: timed.event.digest for timed in self.published if timed.event.digest}
         return {
             version: digest != digests[version - 1]
@@ -252,7 +251,7 @@ class RunMetrics:
 
     @property
     def phase(self) -> str | None:
-        """The phase the run is in; ``None`` before the first."""
+        """The current phase; ``None`` before the first."""
         return self._phases[-1].event if self._phases else None
 
     def entered(self, phase: str) -> bool:
@@ -265,15 +264,15 @@ class RunMetrics:
         return index >= 0 and self._phases[index].event == phase
 
     def total_s(self, until_s: float | None = None) -> float:
-        """Seconds the run was alive and not yet done; time while it was stopped does not count.
+        """Seconds that the run was active and not yet done; time while it was stopped does not count.
 
-        ``until_s`` measures up to that moment instead of the last event, as if the newest segment were still going.
+        ``until_s`` measures up to that time instead of the last event, as if the newest segment still continued.
         """
         finished = self._phase_s("done", until_s) if self.entered("done") else 0.0
         return _overlap_s([(-math.inf, math.inf)], self._alive(until_s)) - finished
 
     def phase_s(self, phase: str, until_s: float | None = None) -> float | None:
-        """Seconds alive in ``phase``, over all segments; ``None`` if it never began.
+        """Active seconds in ``phase``, over all segments; ``None`` if it never began.
 
         ``until_s`` is as in :meth:`total_s`.
         """
@@ -299,7 +298,7 @@ class RunMetrics:
         self.last_failure = Timed(at_s, reason)
 
     def _live(self, at_s: float, *, resumed: bool) -> None:
-        """Stretch the segment that ``at_s`` falls into; a resumption begins a new one."""
+        """Extend the segment that contains ``at_s``; a resumption begins a new one."""
         if resumed or not self.segments:
             insort(self.segments, TimelineSegment(at_s, at_s), key=lambda segment: segment.start_s)
         index = max(0, bisect_right(self.segments, at_s, key=lambda segment: segment.start_s) - 1)
@@ -318,7 +317,7 @@ def _insert(timeline: list[Timed[E]], timed: Timed[E]) -> None:
 
 
 def _supersede(timeline: list[Timed[Numbered]], timed: Timed[Numbered]) -> None:
-    """Append a step; one that is done again after a resumption replaces what had followed it."""
+    """Append a step; a step that is repeated after a resumption replaces itself and all later ones."""
     while timeline and timeline[-1].event.step >= timed.event.step:
         timeline.pop()
     timeline.append(timed)

@@ -1,11 +1,10 @@
 """Rates, means and differences with confidence intervals, from repeated attempts at tasks.
 
-    tasks ──▶ tries of each ──▶ one value per task ──▶ mean and interval          two versions ──▶ differences ──▶ …
+    tasks ──▶ attempts at each ──▶ one value per task ──▶ mean and interval       two versions ──▶ differences ──▶ …
 
-Tries of one task are alike, and so are tasks of one template: templates are what is drawn, and every error and interval
-is over them, however many tasks and tries each had. A task without others of its template is a cluster of its own. Owns
-the arithmetic. Pure.
-
+Attempts at one task are correlated, and so are tasks of one template. So templates are the sampling unit of every error
+and interval, independently of the number of tasks and attempts of each. A task without others of its template is a
+cluster of its own. Owns the arithmetic. Pure.
 Array legend: N tasks, C clusters.
 """
 
@@ -23,9 +22,9 @@ LEVEL = 0.95
 NORMAL = 1.96
 """Half width of a normal interval of ``LEVEL`` in standard errors."""
 NO_SPREAD = 1e-12
-"""A smaller standard error is one of rounding."""
+"""Threshold below which a standard error is only rounding."""
 HALVINGS = 60
-"""Steps of a bisection: beyond the precision of a float64."""
+"""Steps of a bisection, more than the precision of a float64 needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,28 +35,28 @@ class Estimate:
     low: float
     high: float
     stderr: float
-    """The standard error of ``value``. Where no spread is seen: that of a normal interval as wide as this one."""
+    """The standard error of ``value``. Without an observed spread: that of a normal interval as wide as this one."""
     method: str
-    """Method by which the interval was made."""
+    """Name of the interval's method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignTest:
-    """Sign test: tasks that one of two does better, tasks that the other does better, and how likely that were if both
-    were alike.
+    """Sign test: the number of tasks that each of two versions does better, and the probability of such a difference if
+    both were equal.
     """
 
     wins: int
     losses: int
     ties: int
     p: float
-    """Two-sided, exact. Of pass or fail it is McNemar's exact test."""
+    """Two-sided, exact. For pass or fail it is McNemar's exact test."""
 
 
 def pass_at_k(tries: int, passed: int, k: int) -> float:
-    """Unbiased pass@k: the chance that one of ``k`` tries passes, from ``tries`` ≥ ``k`` of which ``passed`` did.
+    """Unbiased pass@k: the probability that one of ``k`` attempts passes, if ``passed`` of ``tries`` ≥ ``k`` did.
 
-    1 − C(n − c, k) / C(n, k): arXiv 2107.03374, equation 1. Raises ``ValueError`` for fewer tries than ``k``.
+    1 − C(n − c, k) / C(n, k): arXiv 2107.03374, equation 1. Raises ``ValueError`` for fewer attempts than ``k``.
     """
     if not 1 <= k <= tries:
         raise ValueError(f"pass@{k} cannot be told from {tries} tries: try each task at least {k} times")
@@ -67,9 +66,9 @@ def pass_at_k(tries: int, passed: int, k: int) -> float:
 def mean_of(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
     """The mean of one value per task; ``clusters`` names the template of each.
 
-    Clustered standard errors and Student's t. Rates stay within [0, 1]; those that are all one and the same have no
-    spread to be seen, which does not make them certain: unlike ones are at most a share s, and the mean is as far from
-    theirs as that allows. Raises ``ValueError`` without any task.
+    Clustered standard errors and Student's t. Rates stay within [0, 1]. Rates that are all equal have no observed
+    spread, which does not make them certain: the share of different ones is at most s, and the interval extends as far
+    as that allows. Raises ``ValueError`` without any task.
     """
     return _estimated(values, clusters, (0.0, 1.0) if _are_rates(values) else None)
 
@@ -83,9 +82,9 @@ def difference_of(before: Sequence[float], after: Sequence[float], clusters: Seq
     """The mean of ``after`` − ``before``, values of the same tasks in the same order: paired, errors as in
     :func:`mean_of`.
 
-    Where every task changes by the same, and values are in [0, 1], the difference d is not known to be that: of other
-    templates none was seen, so they are at most a share s, and the mean is between (1 − s)·d − s and (1 − s)·d + s.
-    Raises ``ValueError`` without any task.
+    If every task changes by the same d, and values are in [0, 1], d is not certain: different templates were not
+    observed, so their share is at most s, and the mean is between (1 − s)·d − s and (1 − s)·d + s. Raises
+    ``ValueError`` without any task.
     """
     if not len(before):
         raise ValueError("the two have no task in common: there is nothing to compare")
@@ -96,8 +95,8 @@ def difference_of(before: Sequence[float], after: Sequence[float], clusters: Seq
 def mean_over_seeds(values: Sequence[float]) -> Estimate:
     """The mean of one value per seed: Student's t. Raises ``ValueError`` for fewer than two.
 
-    Seeds are measured on the same held-out tasks, so what these add to a mean, no number of seeds averages away: the
-    interval is for other seeds, on these tasks.
+    All seeds are measured on the same held-out tasks, whose contribution to the error no number of seeds averages out:
+    the interval is for other seeds on these tasks.
     """
     if len(values) < 2:
         raise ValueError(f"{len(values)} seeds have no spread: an interval needs two at least")
@@ -108,8 +107,8 @@ def mean_over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def sign_test(before: Sequence[float], after: Sequence[float]) -> SignTest:
-    """Count the tasks that ``after`` does better than ``before``, and those it does worse; tasks alike in both say
-    nothing.
+    """Count the tasks that ``after`` does better than ``before``, and those it does worse; tasks with equal values do
+    not count.
     """
     differences_N = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     wins, losses = int((differences_N > 0).sum()), int((differences_N < 0).sum())
@@ -119,8 +118,8 @@ def sign_test(before: Sequence[float], after: Sequence[float]) -> SignTest:
 
 
 def exact_interval(passed: int, tasks: int) -> tuple[float, float]:
-    """Clopper and Pearson's interval of a rate (Biometrika 26, 1934): it covers the rate in ``LEVEL`` of all cases or
-    more, whatever the rate.
+    """Clopper and Pearson's interval of a rate (Biometrika 26, 1934): it covers any rate with a probability of at least
+    ``LEVEL``.
     """
     tail = (1 - LEVEL) / 2
     low = 0.0 if passed == 0 else _crossing(lambda rate: _at_least(passed, tasks, rate), 1.0, tail)
@@ -135,12 +134,12 @@ def student(freedom: int) -> float:
 
 
 def _estimated(values: Sequence[float], clusters: Sequence[str], bounds: tuple[float, float] | None) -> Estimate:
-    """``bounds``: between which every value is by its nature."""
+    """Estimate a mean; ``bounds`` are the limits of every value, if it has any."""
     if not len(values):
         raise ValueError("no task has a value: there is nothing to take the mean of")
     values_N, (names, of_N) = np.asarray(values, np.float64), np.unique(np.asarray(clusters), return_inverse=True)
     over = "templates"
-    if len(names) in (1, len(values_N)):  # tasks of one template say nothing of others
+    if len(names) in (1, len(values_N)):  # tasks of one template do not represent others
         names, of_N, over = values_N, np.arange(len(values_N)), "tasks"
     value = float(values_N.mean())
     error = _clustered_error(values_N - value, of_N, len(names))
@@ -153,15 +152,15 @@ def _estimated(values: Sequence[float], clusters: Sequence[str], bounds: tuple[f
 
 
 def _clustered_error(deviations_N: npt.NDArray[np.float64], of_N: npt.NDArray[np.intp], clusters: int) -> float:
-    """The error from the deviations of each cluster's tasks, added up before they are squared (arXiv 2411.00640), times
-    C / (C − 1) for few clusters: CR1. With clusters of one task each it is the usual standard error.
+    """The error from the sums of each cluster's deviations, which are added up before they are squared (arXiv
+    2411.00640), times C / (C − 1) for few clusters: CR1. With one task per cluster it is the usual standard error.
     """
     deviations_C = np.bincount(of_N, weights=deviations_N)
     return math.sqrt(clusters / max(1, clusters - 1) * float((deviations_C**2).sum())) / len(deviations_N)
 
 
 def _of_alike(value: float, clusters: int, bounds: tuple[float, float] | None, over: str) -> Estimate:
-    """The mean where all clusters have one ``value``: others are at most the share of a kind of which none was seen."""
+    """The mean if all clusters have one ``value``; the share of others is bounded by that of an unobserved event."""
     if bounds is None:
         return Estimate(value=value, low=value, high=value, stderr=0.0, method="all alike")
     _, others = exact_interval(0, clusters)
@@ -175,7 +174,7 @@ def _are_rates(values: Sequence[float]) -> bool:
 
 
 def _within(width: float, freedom: int) -> float:
-    """The chance that Student's t of whole ``freedom`` is within ± ``width``: Abramowitz and Stegun, 26.7.3 and 4."""
+    """The probability that Student's t with ``freedom`` is within ± ``width``: Abramowitz and Stegun, 26.7.3 and 4."""
     angle = math.atan(width / math.sqrt(freedom))
     square, odd = math.cos(angle) ** 2, freedom % 2
     term = math.cos(angle) if odd else 1.0
@@ -188,7 +187,7 @@ def _within(width: float, freedom: int) -> float:
 
 
 def _at_least(passed: int, tasks: int, rate: float) -> float:
-    """The chance of ``passed`` or more of ``tasks`` at a rate in (0, 1)."""
+    """The probability of ``passed`` or more of ``tasks`` at a rate in (0, 1)."""
     log_odds = [
         _log_choices(tasks, count) + count * math.log(rate) + (tasks - count) * math.log1p(-rate)
         for count in range(passed, tasks + 1)
@@ -201,7 +200,7 @@ def _log_choices(tasks: int, count: int) -> float:
 
 
 def _crossing(rising: Callable[[float], float], high: float, target: float) -> float:
-    """The point between 0 and ``high`` at which a rising function is at ``target``."""
+    """The point between 0 and ``high`` at which an increasing function equals ``target``."""
     low = 0.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2

@@ -1,9 +1,9 @@
-"""Results of a suite side by side: a table, and a page with the frontier of quality against cost, tokens and time.
+"""Comparison of a suite's results: a table, and a page with the frontier of quality against cost, tokens and time.
 
-    results of many models ──▶ a row each ──▶ table, page        results of one model on several days ──▶ its way
+    results of many models ──▶ a row each ──▶ table, page        results of one model on several days ──▶ plot
 
-A page needs nothing else: no script, no font, no network. Figures are over all tasks that each was tried at; where
-these differ it is said. Owns the layout; every figure is :mod:`etude.dashboard.evaluation`'s.
+The page is self-contained: no script, no font, no network. Figures are over all tasks that each model attempted; if
+these differ, a note says so. Owns the layout; every figure is :mod:`etude.dashboard.evaluation`'s.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,13 +47,13 @@ COLUMNS = (
     Column(title="calls", path="turns.value", write=small),
     Column(title="tool errors", path="tool_errors.value", write=small),
 )
-"""Figures per try, in the order of columns."""
+"""Figures per attempt, in the order of columns."""
 FRONTIERS = (
     ("Quality against cost of a try", "cost.value"),
     ("Quality against tokens sampled in a try", "sampled_tokens.value"),
     ("Quality against seconds of a try", "seconds.value"),
 )
-"""Titles of plots, and what is across."""
+"""Titles of plots, and the figure on the horizontal axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class ReportRow:
     figures: Mapping[str, Json]
 
     def number(self, path: str) -> float | None:
-        """A figure of its tries."""
+        """A figure of its attempts."""
         return number_at(self.figures, "sampled." + path.format(k=self.results.passes))
 
     @property
@@ -74,13 +74,13 @@ class ReportRow:
 
 
 def report_rows(every: Sequence[SuiteResults]) -> list[ReportRow]:
-    """A row for each of some results, those that pass most first."""
+    """One row per result, ordered by pass rate, highest first."""
     rows = [ReportRow(results=each, figures=figures(each.evaluation(), each.measure())) for each in every]
     return sorted(rows, key=lambda row: -(row.number("pass.1.value") or 0.0))
 
 
 def report_table(rows: Sequence[ReportRow]) -> RenderableType:
-    """The text table of some results of a suite."""
+    """The text table of several results of a suite."""
     table = Table(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
     table.add_column("model", overflow="fold")
     columns = _columns(rows)
@@ -96,7 +96,7 @@ def report_table(rows: Sequence[ReportRow]) -> RenderableType:
 
 
 def report_page(rows: Sequence[ReportRow]) -> str:
-    """The HTML page of some results of a suite."""
+    """The HTML page of several results of a suite."""
     best = rows[0]
     marks = [_mark(row.results.title, row) for row in rows]
     parts = [
@@ -119,7 +119,7 @@ def report_page(rows: Sequence[ReportRow]) -> str:
 
 
 def _columns(rows: Sequence[ReportRow]) -> list[Column]:
-    """The columns that have a figure; pass@k only beside several passes."""
+    """The columns that have a figure; pass@k only if there were several passes."""
     several = _most_passes(rows) > 1
     return [
         column
@@ -144,7 +144,7 @@ def _dots(rows: Sequence[ReportRow], path: str) -> list[FrontierDot]:
 
 
 def _days(rows: Sequence[ReportRow]) -> str:
-    """A plot over days for each model that was tried on several."""
+    """A plot over days for each model with results of several days."""
     plots = []
     by_title = sorted(rows, key=lambda row: (row.results.title, row.results.date))
     for title, each in groupby(by_title, key=lambda row: row.results.title):

@@ -1,8 +1,8 @@
-"""Results of a suite: every try of a model at its tasks, as JSON that other programs read (docs/suites.md).
+"""Results of a suite: every attempt of a model at its tasks, as JSON for other programs (docs/suites.md).
 
     tries ──▶ results.json ──▶ figures of one model          two of them ──▶ differences, over the tasks of both
 
-Owns the form of the file. Figures are :mod:`etude.dashboard.evaluation`'s, over the tasks that are compared.
+Owns the file format. Figures are :mod:`etude.dashboard.evaluation`'s, over the compared tasks.
 """
 
 import json
@@ -21,33 +21,33 @@ SCHEMA = "etude-suite-results/1"
 RESULTS_FILE = "results.json"
 """Name of the file in a folder of results."""
 AMOUNTS = ("call_s", "tool_errors", "refused_calls", "cost")
-"""Amounts of a try beside tokens, calls and seconds, of which figures are made."""
+"""Other amounts of an attempt with figures, in addition to tokens, calls and seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteTry:
-    """One try of a model at a task."""
+    """One attempt of a model at a task."""
 
     task_id: str
     template: str
     number: int
-    """Its pass over the suite, from 0."""
+    """Number of the pass over the suite, from 0."""
     reward: float
     graded: float
-    """The number that passes or not: the grader's word, 0 for a cheat; of a suite with a ``[reward]``, the sum of its
-    parts.
+    """The number that decides whether the attempt passes: the grade, 0 for a cheat; for a suite with a ``[reward]``,
+    the sum of its parts.
     """
     passed: bool
     reason: str
-    """Reason for which the harness ended."""
+    """Finish reason of the harness."""
     seconds: float
     measures: Mapping[str, float]
-    """``calls``, ``prompt_tokens``, ``cached_tokens``, ``sampled_tokens``, ``model_s``, and what else was measured."""
+    """``calls``, ``prompt_tokens``, ``cached_tokens``, ``sampled_tokens``, ``model_s``, and other measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteResults:
-    """All tries of one model at a suite, with one harness."""
+    """All attempts of one model at a suite, with one harness."""
 
     suite: str
     version: str
@@ -55,33 +55,33 @@ class SuiteResults:
     """SHA-256 over the tasks (:func:`~etude.tasks.suites.digest_of_tasks`)."""
     model: str
     url: str
-    """URL of the API, or the run that the weights are of."""
+    """URL of the API, or the run that the weights are from."""
     api: str
-    """``openai``, ``anthropic``; of a run's weights ``etude``."""
+    """``openai`` or ``anthropic``; ``etude`` for a run's weights."""
     harness: str
     date: str
-    """Day of the first try, ISO 8601."""
+    """Day of the first attempt, ISO 8601."""
     etude: str
     """Version of étude."""
     temperature: float
     passes: int
     pass_at: float
     tasks: Mapping[str, str]
-    """Id of each task that was to be tried, in order → its template."""
+    """Id of each task of the suite, in order → its template."""
     tries: tuple[SuiteTry, ...]
     parts: tuple[str, ...] = ()
-    """Parts of the suite's own ``[reward]``, whose values are among the measures of each try."""
+    """Parts of the suite's own ``[reward]``; their values are in the measures of each attempt."""
     reward: str = ""
-    """SHA-256 of what that reward is made of, rubrics included; empty: a try is worth what the grader says."""
+    """SHA-256 of that reward's specification, rubrics included; empty if the grade is the reward."""
     prices: TokenPrices | None = None
 
     @property
     def title(self) -> str:
-        """Model and harness, in a line."""
+        """Model and harness on one line."""
         return f"{self.model} · {self.harness}"
 
     def missing(self) -> list[dict[str, Json]]:
-        """Tries that infrastructure prevented."""
+        """Attempts that infrastructure prevented."""
         made = {(each.task_id, each.number) for each in self.tries}
         return [
             {"task_id": task_id, "number": number}
@@ -91,11 +91,11 @@ class SuiteResults:
         ]
 
     def measure(self, ks: Sequence[int] = ()) -> Measure:
-        """The rules of its figures: pass@1 and pass@passes unless others are asked for."""
+        """The rules of its figures; by default pass@1 and pass@passes."""
         return Measure(pass_at=self.pass_at, ks=tuple(ks) or tuple(sorted({1, self.passes})))
 
     def evaluation(self, task_ids: Sequence[str] | None = None) -> Evaluation:
-        """The tries at some tasks, by default all, in the order in which they are named."""
+        """The attempts at the given tasks, by default all, in the given order."""
         ids = list(self.tasks) if task_ids is None else list(task_ids)
         by_place = {(each.number, each.task_id): each for each in self.tries}
         passes = tuple(
@@ -106,14 +106,14 @@ class SuiteResults:
             version=0,
             digest=self.digest,
             tries={"sampled": passes},
-            engine_s=0.0,  # which is known of engines of ours alone
+            engine_s=0.0,  # only known for étude's own engines
             parts=self.parts,
             amounts=AMOUNTS,
             label=self.title,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The whole as JSON, figures and missing tries included."""
+        """The results as JSON, including figures and missing attempts."""
         tree = asdict(self)
         tree["tries"] = [asdict(each) for each in self.tries]
         shown = figures(self.evaluation(), self.measure()) if self.tries else None
@@ -121,14 +121,14 @@ class SuiteResults:
 
 
 def write_results(results: SuiteResults, folder: Path) -> Path:
-    """Write ``results.json`` into a folder, whole or not at all; returns its path."""
+    """Write ``results.json`` into a folder, atomically; returns its path."""
     file = folder / RESULTS_FILE
     write_whole(file, (json.dumps(results.to_json(), indent=1) + "\n").encode())
     return file
 
 
 def read_results(place: Path) -> SuiteResults:
-    """Read a file of results, or the one in a folder. Raises :class:`~etude.errors.ConfigError`."""
+    """Read a results file, or the one in a folder. Raises :class:`~etude.errors.ConfigError`."""
     file = place / RESULTS_FILE if place.is_dir() else place
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
@@ -148,7 +148,7 @@ def read_results(place: Path) -> SuiteResults:
 
 
 def common_tasks(first: SuiteResults, second: SuiteResults) -> list[str]:
-    """The tasks that two results share, in order. Raises :class:`~etude.errors.ConfigError` where there are none."""
+    """The tasks that two results share, in order. Raises :class:`~etude.errors.ConfigError` if there are none."""
     if first.suite != second.suite:
         raise ConfigError(f"one is of the suite {first.suite!r} and the other of {second.suite!r}: nothing is paired")
     if first.reward != second.reward:
@@ -162,7 +162,7 @@ def common_tasks(first: SuiteResults, second: SuiteResults) -> list[str]:
 
 
 def _evaluated(one: SuiteTry | None, results: SuiteResults) -> Try | None:
-    """A try as evaluations have it; each model's cost is by its own prices."""
+    """Convert an attempt to an evaluation's; each model's cost is by its own prices."""
     if one is None:
         return None
     measures = one.measures
@@ -189,7 +189,7 @@ def _evaluated(one: SuiteTry | None, results: SuiteResults) -> Try | None:
 
 
 def suite_try(attempt: Try, number: int, results: SuiteResults) -> SuiteTry:
-    """An evaluation's try as one of a suite's results: pass ``number``, counted by their rules."""
+    """Convert an evaluation's attempt to one of a suite's results, as pass ``number``, by their rules."""
     graded = attempt.reward if results.parts else attempt.graded
     return SuiteTry(
         task_id=attempt.task_id,

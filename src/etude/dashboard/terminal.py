@@ -1,8 +1,8 @@
-"""A run in the terminal: one panel while it lives, one table when it is done.
+"""A run in the terminal: one panel while it is active, one table when it is done.
 
-Owns the layout for people at a terminal; 100 columns by 30 lines, still whole at 80 columns. Every figure comes from
-:class:`~etude.dashboard.run_metrics.RunMetrics` or from the report; nothing is measured here. A row keeps its place
-from start to end, with a dash until it has a value.
+Owns the layout for people: 100 columns by 30 lines, complete at 80 columns. Every figure is from
+:class:`~etude.dashboard.run_metrics.RunMetrics` or from the report; nothing is measured here. Each row has a fixed
+position, with a dash until it has a value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,20 +28,20 @@ from etude.telemetry.events import EvalDone
 from etude.types import Json, RolloutStatus
 
 RECENT_STEPS = 6
-"""Steps over which pace and the trainer's load are averaged: long enough to be calm, short enough to follow."""
+"""Steps over which pace and the trainer's load are averaged: enough to be stable, few enough to be current."""
 RECENT_S = 30.0
 """Window of the engine's load."""
 ACCENT, DIM, GOOD, WARN = "cyan", "bright_black", "green", "yellow"
 _PHASE_NAMES = {"midtrain": "midtrain", "sft": "SFT", "eval-before": "eval", "rl": "RL", "eval-after": "eval"}
 Row: TypeAlias = tuple[RenderableType, RenderableType, RenderableType]
-"""Label, graph, words."""
+"""Label, graph, text."""
 ID_CHARACTERS = 8
-"""Characters of a rollout's id: enough to name it among millions, as ``--rollout`` takes a beginning."""
+"""Characters of a shown rollout id: enough to be unique among millions; ``--rollout`` accepts a prefix."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def render(run: RunMetrics, config: RunConfig, now_s: float, page: str = "") -> RenderableType:
-    """The run at Unix time ``now_s``, as one panel. ``page`` is the address of its page, where it has one."""
+    """The run at Unix time ``now_s``, as one panel. ``page`` is the address of its page, if it has one."""
     rows = Table.grid(padding=(0, 2), expand=True)
     rows.add_column(style=DIM, width=9, no_wrap=True)
     rows.add_column(ratio=1, no_wrap=True)
@@ -91,8 +91,8 @@ class LightTable(Table):
 
 
 def light_table(*names: str, broken: Sequence[str] = ()) -> LightTable:
-    """Columns of these names; one with ``>`` before it is of numbers. Only the last one and those ``broken`` are ever
-    broken into lines, and nothing is left out of those.
+    """Create columns with these names; a name with the prefix ``>`` is for numbers. Only the last column and those in
+    ``broken`` wrap, without losing text.
     """
     table = LightTable(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
     table.collapse_padding = True
@@ -141,7 +141,7 @@ class Bar:
 
 
 class Sparkline:
-    """A curve of some values, as wide as its column."""
+    """A curve of values, as wide as its column."""
 
     def __init__(self, values: Sequence[float], style: str) -> None:
         self._values, self._style = values, style
@@ -161,7 +161,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _track(run: RunMetrics, config: RunConfig, now_s: float) -> Text:
-    """``✓ midtrain 3:12  ▸  ● RL 8:48  ▸  ○ eval``."""
+    """The phases in one line: ``✓ midtrain 3:12  ▸  ● RL 8:48  ▸  ○ eval``."""
     text = Text(no_wrap=True, overflow="ellipsis")
     left_out = [] if config.eval.enabled else ["eval-before", "eval-after"]
     left_out += [phase for phase in ("midtrain", "sft") if phase not in _imitation(config)]
@@ -191,7 +191,7 @@ def _clock(run: RunMetrics, config: RunConfig, now_s: float) -> Text:
 
 
 def _left_s(run: RunMetrics, config: RunConfig, now_s: float) -> float | None:
-    """Seconds until the run is done, known once RL has a pace: the last evaluation will take as long as the first."""
+    """Seconds until the run is done, once RL has a pace; the last evaluation should take as long as the first."""
     eval_s = run.phase_s("eval-before") if config.eval.enabled else 0.0
     if eval_s is None:
         return None
@@ -215,7 +215,7 @@ def _phase_rows(run: RunMetrics, config: RunConfig) -> list[Row]:
 
 
 def _imitation(config: RunConfig) -> list[str]:
-    """The phases that imitate something in a run."""
+    """The imitation phases of a run."""
     return ["midtrain"] * bool(config.midtrain.tokens) + ["sft"] * bool(config.sft.file)
 
 
@@ -267,7 +267,7 @@ def _reward_row(run: RunMetrics) -> Row:
 
 
 def _signal_row(run: RunMetrics) -> Row:
-    """Groups of the newest step with something to learn from, and how its rollouts ended."""
+    """Groups of the newest step with a signal, and the finish reasons of its rollouts."""
     last = run.steps[-1].event if run.steps else None
     if last is None:
         return "signal", "", _missing()
@@ -369,7 +369,7 @@ def _rollouts_row(run: RunMetrics) -> Row:
 
 
 def _last_rollout_row(run: RunMetrics, now_s: float) -> Row:
-    """The newest graded rollout: its id, its reward, and its end."""
+    """The newest graded rollout: its id, reward and finish reason."""
     last = run.last_rollout
     if last is None:
         return "last", "", _missing()
@@ -380,7 +380,7 @@ def _last_rollout_row(run: RunMetrics, now_s: float) -> Row:
 
 
 def _stages_row(run: RunMetrics) -> Row:
-    """Mean times that the newest rollouts spent in sandboxes and in grading."""
+    """Mean times of the newest rollouts in sandboxes and in grading."""
     if not any(run.stages):
         return "sandboxes", "", _missing()
 
@@ -405,7 +405,7 @@ def _memory_row(run: RunMetrics) -> Row:
 
 
 def _errors_row(run: RunMetrics, now_s: float) -> Row:
-    """Failures of infrastructure and of sinks: their number, and the newest reason."""
+    """Failures of infrastructure and of sinks: their number and the newest reason."""
     last = run.last_failure
     if last is None:
         return "errors", "none", Text()
@@ -414,7 +414,7 @@ def _errors_row(run: RunMetrics, now_s: float) -> Row:
 
 
 def _alerts_row(run: RunMetrics, now_s: float) -> Row:
-    """Rules that hold, and the newest change of one that is shown on the page."""
+    """Number of firing rules, and the newest change of a rule that is shown on the page."""
     shown = [timed for timed in run.alerts.values() if "page" in timed.event.to]
     if not shown:
         return "alerts", "none", Text()
@@ -437,7 +437,7 @@ def _processes_row(run: RunMetrics) -> Row:
 
 
 def _measured(result: EvalDone) -> Text:
-    """An evaluation in a line: pass rates, or mean rewards where these are no shares of tasks."""
+    """An evaluation on one line: pass rates, or mean rewards if these are fractions."""
     text = Text()
     for way, passed, error, rewards in (
         ("sampled ", result.sampled_pass, result.sampled_stderr, result.sampled_rewards),
@@ -460,7 +460,7 @@ def _verdict(report: Mapping[str, Json]) -> list[RenderableType]:
 
 
 def _turns(report: Mapping[str, Json]) -> list[RenderableType]:
-    """The calls of sampled sessions turn by turn, before and after."""
+    """The calls of sampled sessions, turn by turn, before and after."""
     before, after = reported_turns(report, "before"), reported_turns(report, "after")
     if not before and not after:
         return []

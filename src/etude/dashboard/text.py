@@ -1,6 +1,6 @@
-"""The report as labelled lines, which the terminal and the page both show.
+"""The report as labelled lines, for the terminal and the page.
 
-Owns the wording, not the layout and not the figures (:mod:`~etude.dashboard.report`).
+Owns the text, not the layout or the figures (:mod:`~etude.dashboard.report`).
 """
 
 from collections import Counter
@@ -30,13 +30,13 @@ from etude.telemetry.metrics import METRICS
 from etude.types import Json, RolloutStatus
 
 SILENCE_S = 30.0
-"""Without any event for this long, it is said so: processes report every few seconds."""
+"""Time without any event after which a notice is shown: processes report every few seconds."""
 PREPARES = "reading texts, learning a tokenizer"
 """Work of a phase before its first step."""
 
 
 def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
-    """Label and text of every line but the held-out result; unknown figures are dashes."""
+    """Label and text of every line except the held-out result; unknown figures are dashes."""
     of = partial(number_at, report)
     return [
         *_kinds(report),
@@ -105,13 +105,13 @@ def phases(report: Mapping[str, Json]) -> list[tuple[str, float]]:
 
 
 def _is_off(config: Mapping[str, Json], phase: str) -> bool:
-    """True where there was nothing to do in a phase: it is entered all the same, to hand the model on."""
+    """True if a phase has no work: it is entered nevertheless, to pass the model on."""
     section = config.get(phase)
     return phase == "midtrain" and isinstance(section, dict) and section.get("tokens") == 0
 
 
 def _kinds(report: Mapping[str, Json]) -> list[tuple[str, str]]:
-    """A row for each kind of held-out task, of several; reports of older versions have none."""
+    """A row for each kind of held-out task, if there are several; reports of older versions have none."""
     heldout = report["heldout"]
     rows = heldout.get("kinds") if isinstance(heldout, dict) else None
     return [
@@ -129,7 +129,7 @@ def _kinds(report: Mapping[str, Json]) -> list[tuple[str, str]]:
 
 
 def _signal(report: Mapping[str, Json]) -> str:
-    """Groups that there was something to learn from, and how rollouts ended."""
+    """Groups with a signal, and the finish reasons of rollouts."""
     groups, without = number_at(report, "learning.groups"), number_at(report, "learning.groups_without_signal")
     if groups is None or without is None:
         return MISSING
@@ -148,40 +148,40 @@ def _signal(report: Mapping[str, Json]) -> str:
 
 
 def _summaries(before: float | None, after: float | None) -> tuple[tuple[str, str], ...]:
-    """A row only where tasks say what a summary has to keep."""
+    """A row, if tasks name the facts that a summary must contain."""
     if before is None and after is None:
         return ()
     return (("summaries", f"keep {percent(before)} → {percent(after)} of the needed facts that had been seen"),)
 
 
 def _drafts(accepted: float | None, per_step: float | None) -> tuple[tuple[str, str], ...]:
-    """The row about the draft head, where it has drafted."""
+    """The row about the draft head, if it was used."""
     if accepted is None:
         return ()
     return (("drafts", f"{percent(accepted, 0)} accepted, {decimal(per_step)} tokens per engine step and sequence"),)
 
 
 def _routes(flips: float | None) -> tuple[tuple[str, str], ...]:
-    """A row only where routes were recorded."""
+    """A row, if routes were recorded."""
     if flips is None:
         return ()
     return (("routes", f"{small_percent(flips)} of the engine’s experts differ from the trainer’s own choice"),)
 
 
 def render_line(run: RunMetrics, config: RunConfig, now_s: float) -> str:
-    """A run's progress, and what it waits for, in one line."""
+    """A run's progress, and its outages, on one line."""
     silence = silence_line(run, now_s)
     return "; ".join((_progress(run, config, now_s), *([silence] if silence else []), *outage_lines(run, now_s)))
 
 
 def silence_line(run: RunMetrics, now_s: float) -> str:
-    """The time without any event, where it is long; empty elsewhere."""
+    """A notice of a long time without any event; otherwise empty."""
     silent_s = now_s - run.segments[-1].end_s if run.segments and run.phase != "done" else 0.0
     return f"no event for {duration(silent_s)}" if silent_s > SILENCE_S else ""
 
 
 def outage_lines(run: RunMetrics, now_s: float) -> list[str]:
-    """One line for each outage that a process waits for: since when and why."""
+    """One line for each outage that a process waits for: its duration and reason."""
     return [
         f"{process} waits for {what}, away for {now_s - outage.at_s:.0f} s: {outage.event.reason}"
         for (process, what), outage in run.outages.items()
@@ -189,7 +189,7 @@ def outage_lines(run: RunMetrics, now_s: float) -> list[str]:
 
 
 def notice_line(logged: Logged) -> str:
-    """The line that an event is worth while a run is active; mostly none."""
+    """The line to show for an event while a run is active; usually empty."""
     match logged.event:
         case AlertChanged() as alert if "log" in alert.to:
             return f"alert {alert.alert!r} {'fires' if alert.firing else 'is over'}: {alert.summary}"
@@ -244,7 +244,7 @@ def _first_batch(run: RunMetrics, config: RunConfig) -> str:
 
 
 def _failed(*tallies: Tally) -> str:
-    """The rollouts that infrastructure kept from being graded, if there were any."""
+    """The number of rollouts that infrastructure failed, if there are any."""
     failed = sum(tally.statuses[RolloutStatus.FAILED_INFRA] for tally in tallies)
     return f", {failed} failed and were tried again" if failed else ""
 

@@ -23,7 +23,6 @@ which support only ``Content-Length``; streams use a general client.
 """
 
 import asyncio
-import hmac
 import json
 import re
 import ssl
@@ -50,6 +49,7 @@ from etude.clock import SystemClock
 from etude.engines.api_client import ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S, answering, unavailable
 from etude.errors import EngineBusy, EngineUnavailable
 from etude.gauges import CONTENT_TYPE, gauge_page
+from etude.key_comparison import same_key
 from etude.protocols import MAX_SEED, Clock, Completion, Engine, EngineHealth, SamplingParams, TokenChunk
 from etude.sockets import alert_connector, make_alert
 from etude.types import Finish, SamplingMask, TokenIds
@@ -358,12 +358,10 @@ async def _send(chunks: AsyncIterator[TokenChunk], response: web.StreamResponse,
 
 def _requiring(key: str) -> Middleware:
     """Reject requests without the key, by a constant-time comparison."""
-    expected = f"Bearer {key}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, expected):
+        if not same_key(request.headers.get("Authorization", ""), f"Bearer {key}"):
             return _error_response(401, WRONG_KEY)
         return await handler(request)
 
@@ -637,7 +635,7 @@ class _EngineConnection(asyncio.Protocol):
             self.used_at = self._loop.time()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.reusable = False
         self._transport.close()
 
@@ -653,7 +651,7 @@ class _EngineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
         if self._answer is None:
-            self._fail("the server spoke without being asked")
+            self._fail("the server sent data without a request")
             return
         self._parts.append(data)
         if self._status:

@@ -2,10 +2,10 @@
 
     POST /feedback                one event, a JSON list, or JSON lines, at most MAX_BATCH
                                   → {"results": [{"event_id", "result", "why"}, …]} in the order of the events
-    GET  /feedback/sessions/{id}  what is kept of a session of the caller's product, by its id or name
+    GET  /feedback/sessions/{id}  the stored state of a session of the caller's product, by its id or name
 
-Owns what is answered, and that it is on the disk before it is. Keys, budgets and HTTP are the gateway's; ``run`` joins
-the two (:mod:`etude.run.live_sessions`).
+Owns the responses, which are sent only after the data are on disk. The gateway owns keys, budgets and HTTP; ``run``
+connects the two (:mod:`etude.run.live_sessions`).
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from etude.ledger.database import Database
 from etude.types import Json
 
 ANSWER_S = 30.0
-"""Longest time for which a report is held until it is on the disk; its sender tries again with the same event ids."""
+"""Maximum wait until a report is on disk; after a timeout its sender retries with the same event ids."""
 
 
 @final
 class FeedbackApi:
-    """Answers the requests of clients; ``pseudonym`` is of a product's users."""
+    """Handler of clients' requests; ``pseudonym`` maps a product's users to pseudonyms."""
 
     def __init__(self, writer: StoreWriter, pseudonym: Pseudonym, *, clock: Callable[[], float] = unix_s) -> None:
         self._writer = writer
@@ -41,7 +41,7 @@ class FeedbackApi:
         return read_report(body, self._pseudonym)
 
     async def report(self, product: str, events: list[Event | RefusedEvent]) -> bytes:
-        """Keep the events of ``product``, the id of its key; returns the body of the answer once they are on the disk.
+        """Store the events of ``product``, the id of its key; return the response body once they are on disk.
 
         Raises ``TimeoutError`` and :class:`~etude.errors.InfrastructureError`.
         """
@@ -52,7 +52,7 @@ class FeedbackApi:
         return orjson.dumps({"results": [_result(event, outcomes) for event in events]})
 
     async def status(self, product: str, name: str) -> bytes | None:
-        """The body that describes a session of ``product``; ``None`` if none of this id or name is kept."""
+        """The body that describes a session of ``product``; ``None`` if there is none with this id or name."""
         work = partial(read_status, product, name, self._writer.store.window_s)
         async with asyncio.timeout(ANSWER_S):
             status = await asyncio.wrap_future(self._writer.submit(work))

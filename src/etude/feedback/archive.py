@@ -1,7 +1,7 @@
-"""Looking into a feedback store: sessions, how far each is, and what was said of it.
+"""Read access to a feedback store: sessions, their states and their signals.
 
-Owns the questions of people. The database is opened to read only: a reader neither waits nor stops a writer. What a
-session came to is in the ledger (:meth:`etude.ledger.archive.Archive.observed`).
+Owns the queries of people. The database is opened read-only: a reader neither waits for nor blocks a writer. The
+outcome of a session is in the ledger (:meth:`etude.ledger.archive.Archive.observed`).
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ STATE = """
     CASE WHEN ended_at IS NULL THEN 'open' WHEN closed_at IS NULL THEN 'ended'
     WHEN taken_at IS NULL THEN 'closed' ELSE 'taken' END
 """
-"""SQL of the state of a session."""
+"""SQL expression for the state of a session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
-    """A session as people look at it."""
+    """A session with its state and signals, for display."""
 
     session: LiveSession
     state: str
@@ -34,12 +34,12 @@ class SessionRecord:
     result: str
     """Outcome once it was taken; empty before."""
     signals: tuple[tuple[Signal, bool], ...]
-    """In the order in which they were received, each with whether it was late."""
+    """Signals in the order of receipt, each with true if it was late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalCount:
-    """All signals of one kind."""
+    """Statistics of all signals of one kind."""
 
     kind: str
     number: int
@@ -54,21 +54,21 @@ class SessionArchive(LedgerConnection):
 
     @classmethod
     def open(cls, place: Path | str, *, retry_timeout_s: float = RETRY_TIMEOUT_S) -> Self:
-        """Open the store at a path or URL. Raises :class:`~etude.errors.RunFolderError` where there is none."""
+        """Open the store at a path or URL. Raises :class:`~etude.errors.RunFolderError` if there is none."""
         database = open_database(place, retry_timeout_s=retry_timeout_s, tables=FEEDBACK, read_only=True)
         return cls(Transactions(database, retry_timeout_s=retry_timeout_s))
 
     def states(self) -> dict[str, int]:
-        """Sessions by how far they are."""
+        """State → number of sessions."""
         sql = f"SELECT {STATE}, count(*) FROM sessions GROUP BY 1"
         return dict(self._db.read(lambda db: db.execute(sql)))
 
     def counts(self) -> dict[str, int]:
-        """Counts as of :meth:`~etude.feedback.store.FeedbackStore.counts`."""
+        """The same counts as :meth:`~etude.feedback.store.FeedbackStore.counts`."""
         return dict(self._db.read(lambda db: db.execute("SELECT name, number FROM counts ORDER BY name")))
 
     def signal_counts(self) -> list[SignalCount]:
-        """All signals that are there, by kind."""
+        """Statistics of all stored signals, by kind."""
         sql = "SELECT kind, count(*), sum(late), sum(CASE WHEN session_id IS NULL THEN 1 ELSE 0 END), avg(value)"
         rows = self._db.read(lambda db: db.execute(f"{sql} FROM signals GROUP BY kind ORDER BY kind"))
         return [
@@ -77,15 +77,15 @@ class SessionArchive(LedgerConnection):
         ]
 
     def newest(self, limit: int, offset: int = 0) -> list[SessionRecord]:
-        """Sessions with the signals about them, the newest opened first."""
+        """Sessions with their signals, the most recently opened first."""
         return self._db.read(partial(_newest, limit, offset))
 
     def session(self, session_id: str) -> SessionRecord | None:
-        """One session likewise; ``None`` where there is none of that id."""
+        """One session with its signals; ``None`` if there is none with this id."""
         return self._db.read(partial(_one, session_id))
 
     def ends(self, session_ids: Sequence[str]) -> dict[str, float]:
-        """Session → time of its end, of those that are there and have ended."""
+        """Session id → time of its end, for stored sessions that have ended."""
         sql = """
             SELECT s.session_id, s.ended_at FROM json_each(?) AS r JOIN sessions AS s ON s.session_id = r.value->>0
             WHERE s.ended_at IS NOT NULL

@@ -1,13 +1,12 @@
-"""Follow-up messages: whether a user came back dissatisfied with the reply before.
+"""Follow-up messages: a rule that detects if a user is dissatisfied with the previous reply.
 
     "no, that's not what I asked for"   1      negation, retry, complaint, undoing
     "thanks! now add a test"            0      thanks, praise
-    "and what about Windows?"           —      it says neither: no signal
+    "and what about Windows?"           —      neither: no signal
 
-Owns the rule, which is versioned by its name: a run keeps the one that it began with. A judge of your own takes its
-place by ``feedback.follow_up = "module:Name"``, a class that is called without arguments and is a
-:class:`FollowUpRule`. It is asked once for each follow-up, in the process ``feedback``, when the window of a session is
-over.
+Owns the rule, whose name is its version: a run keeps the rule that it started with. To use another rule, set
+``feedback.follow_up = "module:Name"`` to a class that takes no arguments and is a :class:`FollowUpRule`. The process
+``feedback`` calls it once per follow-up, after the window of a session is over.
 """
 
 import re
@@ -16,7 +15,7 @@ from typing import Protocol, final
 from etude.types import Turn
 
 READ_CHARACTERS = 400
-"""A verdict on the last reply stands at the beginning of a message."""
+"""Number of characters to read; a verdict on the last reply is at the start of a message."""
 DISSATISFIED = re.compile(
     r"""^\W*(?:(?:hmm+|well|ok(?:ay)?|actually|sorry|um+)\W+)*(?:
       (?:no|nope)(?=\s*[,.;:!]|\s*$|\s+(?:i|it|that|this|you|not)\b)
@@ -47,28 +46,28 @@ SATISFIED = re.compile(
 
 
 class FollowUpRule(Protocol):
-    """Judges a user's next message."""
+    """Rule that judges a user's next message."""
 
     @property
     def name(self) -> str:
-        """The rule and its version, of letters, digits, dots and hyphens; another rule has another name."""
+        """The unique name of the rule with its version: letters, digits, dots and hyphens."""
         ...
 
     def judge(self, reply: Turn, message: str) -> float | None:
-        """1 for a user who is dissatisfied with ``reply``, 0 for one who is satisfied, between for doubt; ``None``
-        where the message does not tell.
+        """Return 1 if the user is dissatisfied with ``reply``, 0 if satisfied, a value between if in doubt, and
+        ``None`` if the message does not tell.
         """
         ...
 
 
 @final
 class WordRule:
-    """Judges by negation, retry and thanks in English; version 1."""
+    """Rule by words for negation, retry and thanks in English; version 1."""
 
     name = "follow-up-v1"
 
     def judge(self, reply: Turn, message: str) -> float | None:
-        """1, 0 or ``None``; a message that begins with thanks and goes on to complain is a complaint."""
+        """Return 1, 0 or ``None``; a message that starts with thanks and then complains is a complaint."""
         text = message[:READ_CHARACTERS]
         if DISSATISFIED.search(text):
             return 1.0

@@ -1,4 +1,4 @@
-"""The join: which session a signal is of, whether it is in time, and the session with all that was said in time.
+"""The join of signals with their sessions: match, check of the time window, and the joined session.
 
                      opened            ended               ended + window
     ────────────────────┬────────────────┬─────────────────────┬────────────────────▶ the server's clock
@@ -6,12 +6,12 @@
      session, at most   │                │                     │
      for a window       turns            calls are over        closed: joined once, in the order of ended
 
-An event that comes before its session, or its turn, waits for it; one whose session does not come within a window is
-*unmatched*. The same event again is a *duplicate*, whatever it says then. Client clocks decide nothing: an event counts
-by when the server received it. So the joined session depends on which events were received in time, and neither on
-their order nor on how often each came.
+An event that arrives before its session, or its turn, waits for it; if the session does not arrive within a window, the
+event is *unmatched*. A repeated event id is a *duplicate*, whatever its content. Client clocks have no effect: the time
+of receipt at the server counts. So the joined session depends only on the set of events received in time, not on their
+order or repetition.
 
-Owns these rules. Pure; where sessions and signals are kept is :mod:`etude.feedback.store`'s.
+Owns these rules. Pure; :mod:`etude.feedback.store` owns the storage of sessions and signals.
 """
 
 from collections import Counter
@@ -23,11 +23,11 @@ from etude.feedback.follow_up import FollowUpRule
 from etude.types import JoinedSession, LiveSession, Signal, SignalKind, Turn
 
 MAX_SIGNALS = 4096
-"""Signals of one session that count, the earliest; a session of 4,096 turns has one for each."""
+"""Maximum signals per session that count, the earliest first; enough for one per turn of 4,096 turns."""
 
 
 class EventResult(StrEnum):
-    """Result of one event, as its sender is told."""
+    """Result of one event, as reported to its sender."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -35,13 +35,13 @@ class EventResult(StrEnum):
     LATE = "late"
     """Its session's window is over."""
     UNKNOWN_SESSION = "unknown_session"
-    """No such session of this product is kept: it may still come, for a window's time, and the event is then joined."""
+    """This product has no such session yet: if it arrives within a window, the event is joined."""
     REFUSED = "refused"
-    """It is no event; the sender is told why."""
+    """It is not a valid event; the response has the reason."""
 
 
 UNMATCHED, EXCESS = "unmatched", "excess"
-"""Counted beside outcomes: signals whose session or turn never came, and those beyond :data:`MAX_SIGNALS`."""
+"""Counts besides results: signals whose session or turn never arrived, and those beyond :data:`MAX_SIGNALS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,27 +50,27 @@ class MatchedSession:
 
     session_id: str
     turn: int | None
-    """The turn of the answer that it names; ``None`` where it names none."""
+    """Turn of the answer that the event names; ``None`` if it names none."""
     ended_at: float | None
     is_closed: bool
-    """True once the session was handed on: nothing that comes is read any more."""
+    """True once the window is closed: later events are not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTurn:
-    """One turn of a live session, and what its call told beside."""
+    """One turn of a live session, with data from its call."""
 
     turn: Turn
     completion: str
     """Id of its answer, without prefix."""
     follows: int | None
-    """Index of the turn whose reply its call continued."""
+    """Index of the turn whose reply its call continues."""
     message: str
-    """The user's message that came with its call; empty for none."""
+    """The user's message in its call; empty for none."""
 
 
 def result_of(place: MatchedSession | None, received_at: float, window_s: float) -> EventResult:
-    """The result of a new event that is received now."""
+    """The result of a new event with this time of receipt."""
     if place is None:
         return EventResult.UNKNOWN_SESSION
     late = place.is_closed or is_late(place.ended_at, received_at, window_s)
@@ -78,7 +78,7 @@ def result_of(place: MatchedSession | None, received_at: float, window_s: float)
 
 
 def is_late(ended_at: float | None, received_at: float, window_s: float) -> bool:
-    """True if a window was over when something was received."""
+    """Return true if the window was over at the time of receipt."""
     return ended_at is not None and received_at > ended_at + window_s
 
 
@@ -90,9 +90,9 @@ def join(
     window_s: float,
     follow_up: FollowUpRule | None = None,
 ) -> tuple[JoinedSession, Counter[str]]:
-    """Join a session that ended with the signals about it, in any order; and the number of those left out, by reason.
+    """Join an ended session with its signals, in any order; also return the number of omitted signals by reason.
 
-    ``follow_up`` judges the users' next messages; where a client reported the same of a turn, its word counts.
+    ``follow_up`` judges the user's next messages, except for turns on which a client reported a follow-up itself.
     """
     left_out: Counter[str] = Counter()
     in_time: list[Signal] = []
@@ -116,7 +116,7 @@ def join(
 
 
 def _first_of_each(signals: Iterable[Signal]) -> list[Signal]:
-    """Each event once, as it was received first; in the order in which they were."""
+    """Each event once, as first received, in the order of receipt."""
     first: dict[str, Signal] = {}
     for signal in sorted(signals, key=lambda one: (one.received_at, one.event_id)):
         first.setdefault(signal.event_id, signal)
@@ -126,7 +126,7 @@ def _first_of_each(signals: Iterable[Signal]) -> list[Signal]:
 def _judged(
     session: LiveSession, turns: Sequence[LiveTurn], signals: Sequence[Signal], follow_up: FollowUpRule | None
 ) -> list[Signal]:
-    """The verdicts of ``follow_up`` on turns that the user followed up with words; on the latest, if with several."""
+    """The verdicts of ``follow_up`` on turns that have a follow-up message; the latest counts if there are several."""
     if follow_up is None:
         return []
     reported = {one.turn for one in signals if one.kind is SignalKind.FOLLOW_UP}

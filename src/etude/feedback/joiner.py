@@ -1,11 +1,11 @@
-"""The joiner: closes windows that are over, joins sessions with their signals and hands each to a sink exactly once.
+"""The joiner: closes expired windows, joins sessions with their signals and gives each to a sink exactly once.
 
     end idle sessions ─▶ give up unmatched signals ─▶ close windows ─▶ closed() ─▶ sink.take ─▶ taken
                                                                            ▲ killed here: taken again ┘
 
 consumes: closed windows of the feedback store; produces: joined sessions in a sink; waits for: windows, and the sink;
-woken by: its caller, now and then; on shutdown: dies at any point. A session is recorded as taken only after the sink
-has stored it, and the sink stores none twice: it is handed over at least once and counted exactly once.
+woken by: its caller, periodically; on shutdown: may die at any point. A session is recorded as taken only after the
+sink has stored it, and the sink stores none twice: it is delivered at least once and counted exactly once.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from etude.protocols import JoinedSessions
 from etude.types import JoinedSession
 
 BATCH = 500
-"""Sessions that are joined at a time: as many as fit into memory with all their turns."""
+"""Sessions per batch: as many as fit into memory with all their turns."""
 ABANDONED_S = 3600.0
-"""Age of the last turn after which an open session counts as left by a dead gateway: a living one ends it in 15 min."""
+"""Age of the last turn after which an open session's gateway counts as dead: a live one ends it in 15 min."""
 
 
 @final
 class Joiner:
-    """Moves the sessions whose windows are over from ``store`` to ``sink``, in the order in which they ended."""
+    """Transfer of sessions with expired windows from ``store`` to ``sink``, in the order of their ends."""
 
     def __init__(
         self, store: FeedbackStore, sink: JoinedSessions, follow_up: FollowUpRule | None, *, batch: int = BATCH
@@ -35,9 +35,9 @@ class Joiner:
         self._batch = batch
 
     def step(self, now: float) -> int:
-        """Do what is due, at most one batch; returns how many sessions were handed on.
+        """Process what is due, at most one batch; return the number of sessions given to the sink.
 
-        Raises :class:`~etude.errors.InfrastructureError` where the store or the sink is out of reach, and
+        Raises :class:`~etude.errors.InfrastructureError` if the store or the sink is unreachable, and
         :class:`~etude.errors.DamagedError` for a session that cannot be read.
         """
         self._store.end_idle(now - ABANDONED_S, now)
@@ -54,8 +54,8 @@ class Joiner:
 
 @final
 class StoreOnlySink:
-    """The sink of a run that learns nothing from live sessions: they stay in the store."""
+    """The sink of a run that does not train on live sessions: they stay in the store."""
 
     def take(self, sessions: Sequence[JoinedSession]) -> Sequence[str]:
-        """Do nothing, and report each as kept."""
+        """Do nothing, and report each session as kept."""
         return ["kept"] * len(sessions)

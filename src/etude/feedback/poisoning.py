@@ -1,15 +1,16 @@
-"""Protection of training against users who would steer it: caps on what each counts for, and quarantine. Pure.
+"""Protection of training against users who try to manipulate it: caps on each user's weight, and quarantine. Pure.
 
     rated sessions ──▶ pace ─────────▶ ┐
                        outliers ─────▶ ├ user → suspicion: quarantined, counted, for a person to look at
                        collusion ────▶ ┘
-                   └─▶ shares ───────▶ session → weight, so that nobody is more than a share of what is learnt
+                   └─▶ shares ───────▶ session → weight, so that no user exceeds a share of the training signal
 
-Nobody can tell a vandal from an unhappy user by one session, so what is judged is a user's sessions together, compared
-with what others say about the same kinds of request. Three rules, each blunt and each counted. Their price is named:
-an honest user whom all of them misjudge is not learnt from, which moves what is learnt by at most that user's share.
+A single session cannot distinguish a vandal from an unhappy user, so the rules judge all sessions of a user together,
+compared with other users' ratings of the same kinds of request. There are three rules, each simple and each counted.
+Their cost is known: training ignores an honest user whom a rule misjudges, which changes the result by at most that
+user's share.
 
-Owns these rules. Does not own where sessions come from (:mod:`etude.feedback.store`) or what quarantine means
+Owns these rules. Does not own the source of sessions (:mod:`etude.feedback.store`) or the meaning of quarantine
 (:mod:`etude.types`). Legend: U users, S sessions.
 """
 
@@ -24,35 +25,35 @@ from etude.config.feedback import PoisoningLimits
 
 HOUR_S = 3600.0
 MAD_TO_DEVIATION = 1.4826
-"""A normal distribution's standard deviation over the median of its absolute deviations."""
+"""Ratio of a normal distribution's standard deviation to its median absolute deviation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatedSession:
-    """A live session whose user said something about it."""
+    """A live session that its user rated."""
 
     session_id: str
     user: str
     template: str
-    """The kind of request: what is compared are ratings of one kind."""
+    """Kind of request; only ratings of one kind are compared."""
     ended_at: float
     """Seconds since 1970, by the server's clock."""
     value: float
-    """Its worth by its signals."""
+    """Its value, computed from its signals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion:
-    """A reason for which a user is not learnt from."""
+    """A reason to exclude a user from training."""
 
     rule: str
-    """``pace``, ``outlier`` or ``collusion``: under it, it is counted."""
+    """``pace``, ``outlier`` or ``collusion``; also the name of its count."""
     evidence: str
     """One sentence for people; it names no other user."""
 
 
 def suspicions(sessions: Sequence[RatedSession], limits: PoisoningLimits) -> dict[str, Suspicion]:
-    """User → the reason why none of their sessions is trained on, of the first rule that applies."""
+    """User → reason to exclude all of the user's sessions from training, by the first rule that applies."""
     residuals = _residuals(sessions)
     suspected: dict[str, Suspicion] = {}
     for rule in (_pace(sessions, limits), _outliers(residuals, limits), _collusion(residuals, limits)):
@@ -62,11 +63,11 @@ def suspicions(sessions: Sequence[RatedSession], limits: PoisoningLimits) -> dic
 
 
 def capped_weights(users: Sequence[str], largest_share: float) -> dict[str, float]:
-    """User → weight of each of their sessions: 1, or less, so that no user's total is above ``largest_share`` of all.
+    """User → weight of each session: 1 or less, so that no user's total exceeds ``largest_share`` of the sum.
 
-    ``users`` [S] are those of the sessions. Where there are too few users for that they are all given the total of
-    the least. With counts n₁ ≥ n₂ ≥ … and the k first capped, the total T solves T = k · share · T + Σ_{i>k} n_i; the
-    right k is the smallest that leaves nobody else above the cap.
+    ``users`` [S] are the users of the sessions. If there are too few users for that, all get the total of the user
+    with the fewest sessions. With counts n₁ ≥ n₂ ≥ … and the first k capped, the total T solves
+    T = k · share · T + Σ_{i>k} n_i; k is the smallest number that leaves no other user above the cap.
     """
     counts = Counter(users).most_common()
     share = max(largest_share, 1 / len(counts)) if counts else 1.0
@@ -94,10 +95,10 @@ def _pace(sessions: Iterable[RatedSession], limits: PoisoningLimits) -> Iterator
 def _outliers(
     residuals: Mapping[str, Sequence[tuple[str, float]]], limits: PoisoningLimits
 ) -> Iterator[tuple[str, Suspicion]]:
-    """Users whose ratings differ from others' of the same kinds by more than people differ from each other.
+    """Users whose ratings differ from others' of the same kinds by more than users usually differ.
 
     z = (m_u − median m) / √(τ² + σ²/n_u): m_u is a user's mean residual, σ² the variance of residuals around it, and τ²
-    what users differ by, estimated by the median absolute deviation so that vandals do not widen it themselves.
+    the variance between users, estimated by the median absolute deviation so that vandals cannot inflate it.
     """
     averages = {
         user: (sum(r for _, r in own) / len(own), len(own))
@@ -120,12 +121,12 @@ def _outliers(
 def _collusion(
     residuals: Mapping[str, Sequence[tuple[str, float]]], limits: PoisoningLimits
 ) -> Iterator[tuple[str, Suspicion]]:
-    """Users who agree, kind of request by kind, more than chance lets any pair of so many agree, in rings.
+    """Users in rings that agree, per kind of request, more than chance explains for any of the pairs.
 
-    What is compared is the sign of a user's mean residual of a template, less that user's own mean: a user who is never
-    content agrees with no other by that. Under independence the signs of two users agree as often as two draws of the
-    population do; a pair is linked where the binomial tail of its agreements, times the number of pairs (Bonferroni),
-    is below ``limits.alpha``; linked users are a ring where there are at least ``limits.min_ring``.
+    The compared value is the sign of a user's mean residual for a template, minus that user's overall mean, so that
+    users who always complain do not agree for that reason alone. Under independence, the signs of two users agree as
+    often as two draws from the population. A pair is linked if the binomial tail of its agreements, times the number of
+    pairs (Bonferroni), is below ``limits.alpha``; linked users are a ring if there are at least ``limits.min_ring``.
     """
     signs = {user: _signs(own) for user, own in residuals.items() if len(own) >= limits.min_sessions}
     drawn = [sign for of_user in signs.values() for sign in of_user.values()]
@@ -150,7 +151,7 @@ def _collusion(
 
 
 def _signs(residuals: Sequence[tuple[str, float]]) -> dict[str, bool]:
-    """Template → True where a user rates it above their own mean; none where all is equal."""
+    """Template → true if a user rates it above the user's own mean; a template equal to the mean is absent."""
     mean = sum(r for _, r in residuals) / len(residuals)
     sums: defaultdict[str, float] = defaultdict(float)
     for template, residual in residuals:
@@ -159,7 +160,7 @@ def _signs(residuals: Sequence[tuple[str, float]]) -> dict[str, bool]:
 
 
 def _residuals(sessions: Sequence[RatedSession]) -> dict[str, list[tuple[str, float]]]:
-    """User → (template, value less the mean of other users' for that template); none where no other rated it."""
+    """User → (template, value minus other users' mean for it), for templates that other users rated."""
     totals: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))  # template → user → Σ
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for session in sessions:
@@ -177,5 +178,5 @@ def _residuals(sessions: Sequence[RatedSession]) -> dict[str, list[tuple[str, fl
 
 
 def _tail(trials: int, successes: int, chance: float) -> float:
-    """P(X ≥ successes), X binomial."""
+    """P(X ≥ successes) for a binomial X."""
     return sum(comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(successes, trials + 1))

@@ -1,16 +1,15 @@
-"""Rights of the people whom live sessions are of: deletion on request, an end to keeping, and a record of both.
+"""Privacy rights of the users of live sessions: deletion on request, a retention limit, and an audit log of both.
 
     request_deletion ─▶ open request ─▶ its sessions, one by one: ledger, payloads, then here ─▶ done, versions named
-                                        (:mod:`etude.run.erasure`, whoever dies meanwhile)
+                                        (:mod:`etude.run.erasure`, even if processes die)
 
-A request is on the disk before anything is done, and stays open until all of it is done: a session that a step is
-computing with has to wait for that step. What a model learnt cannot be taken out of it again; so a request names the
-weight versions that were trained on something of it, and every later one descends from these.
+A request is on disk before any deletion starts, and stays open until all is deleted: a session that a running step uses
+has to wait for that step. Training on a session cannot be undone in the weights; so a request names the weight versions
+trained on its sessions, from which all later versions descend.
 
-The audit log says who did what when. It has ids and pseudonyms, no content, and outlives what it speaks of.
+The audit log records who did what and when. It has ids and pseudonyms, no content, and is kept after the deletion.
 
-Owns these rows of the feedback store. Does not own what the ledger keeps:
-:meth:`~etude.ledger.live.LiveGroups.erase`.
+Owns these rows of the feedback store. Does not own the ledger's data: :meth:`~etude.ledger.live.LiveGroups.erase`.
 """
 
 from collections.abc import Sequence
@@ -21,32 +20,32 @@ from etude.ledger.database import Database, Row
 from etude.ledger.transactions import Transactions
 
 MAX_AUDIT = 100_000
-"""Entries that are read at a time, the newest."""
+"""Maximum entries per read, the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletionRequest:
-    """A request to delete what is kept of a user, or of one session; all times are the server's."""
+    """A request to delete the data of a user or of one session; all times are the server's."""
 
     request_id: int
     user: str
-    """Pseudonym; empty where it is about a session."""
+    """Pseudonym; empty if the request is for a session."""
     session_id: str
-    """Empty where it is about a user."""
+    """Empty if the request is for a user."""
     requested_at: float
     requested_by: str
-    """Name of the process, or the key, that asked."""
+    """Name of the process, or the key, that requested it."""
     done_at: float | None
-    """``None`` while something is left to be deleted."""
+    """``None`` while data remain to delete."""
     sessions: int
-    """Sessions that are gone, so far."""
+    """Sessions deleted so far."""
     versions: tuple[int, ...]
-    """Weight versions that were trained on some of them: those that steps made of a batch with such a session."""
+    """Weight versions of the steps that trained on a batch with one of these sessions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """One thing that somebody did with what is kept of users."""
+    """One action on the stored data of users."""
 
     at: float
     actor: str
@@ -65,33 +64,31 @@ class PrivacyRecords:
         self._db = transactions
 
     def request_deletion(self, *, user: str = "", session_id: str = "", actor: str, now: float) -> DeletionRequest:
-        """Write down a request; one of user and session is named. Sessions of the user that are open end."""
+        """Record a request for either a user or a session. Open sessions of the user end."""
         if bool(user) == bool(session_id):
             raise ValueError(f"user={user!r}, session_id={session_id!r}: expected one of them")
         request_id = self._db.write(partial(_request, user, session_id, actor, now))
         return next(one for one in self.requests() if one.request_id == request_id)
 
     def requests(self, *, is_open: bool = False) -> list[DeletionRequest]:
-        """All requests, or those that are not done, the oldest first."""
+        """All requests, or only open ones, the oldest first."""
         where = "WHERE done_at IS NULL" if is_open else ""
         sql = f"SELECT {COLUMNS} FROM deletions {where} ORDER BY request_id"
         return [_read(row) for row in self._db.read(lambda db: db.execute(sql))]
 
     def sessions_of(self, request: DeletionRequest) -> list[str]:
-        """Ids of the sessions of a request that are kept here."""
+        """Ids of a request's sessions: the named one, or the user's sessions in this store."""
         if request.session_id:
             return [request.session_id]
         sql = "SELECT session_id FROM sessions WHERE pseudonym = ? ORDER BY session_id"
         return [one for (one,) in self._db.read(lambda db: db.execute(sql, request.user))]
 
     def session_is_gone(self, request: DeletionRequest, session_id: str, version: int | None) -> None:
-        """Note that nothing of a session of a request is left, and the version that was trained on it; forget it
-        here.
-        """
+        """Delete a session here after its deletion elsewhere; record that, and the version trained on it."""
         self._db.write(partial(_gone, request.request_id, session_id, version))
 
     def finish(self, request: DeletionRequest, now: float) -> None:
-        """Note that a request is done; signals of its user that have no session go, too."""
+        """Mark a request as done; delete also its user's signals that have no session."""
         self._db.write(partial(_finish, request, now))
 
     def expired(self, ended_before: float, limit: int) -> list[str]:
@@ -100,15 +97,15 @@ class PrivacyRecords:
         return [one for (one,) in self._db.read(lambda db: db.execute(sql, ended_before, limit))]
 
     def forget_expired(self, session_id: str, now: float) -> None:
-        """Forget a session whose time is over."""
+        """Delete a session whose retention time is over."""
         self._db.write(partial(_expire, session_id, now))
 
     def audit(self, entry: AuditEntry) -> None:
-        """Write down what was done."""
+        """Record an action."""
         self._db.write(partial(_audit, entry))
 
     def audit_log(self, limit: int = MAX_AUDIT) -> list[AuditEntry]:
-        """The newest entries, the oldest of them first."""
+        """The newest entries, oldest first."""
         sql = "SELECT at, actor, action, subject, detail FROM audit ORDER BY entry DESC LIMIT ?"
         rows = self._db.read(lambda db: db.execute(sql, limit))
         return [
@@ -120,7 +117,7 @@ COLUMNS = "request_id, pseudonym, session_id, requested_at, requested_by, done_a
 
 
 def forget_sessions(session_ids: Sequence[str], db: Database) -> None:
-    """A part of a transaction: nothing of these sessions is left in the store; their payloads are swept later."""
+    """Delete all rows of these sessions, as a part of a transaction; their payloads are swept later."""
     for session_id in session_ids:
         for table in ("signals", "turns", "sessions"):
             db.execute(f"DELETE FROM {table} WHERE session_id = ?", session_id)

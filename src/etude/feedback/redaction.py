@@ -1,16 +1,16 @@
-"""Redaction: what must not be kept of a live session is replaced before anything of it is written.
+"""Redaction: sensitive parts of a live session are replaced before any of it is written.
 
-    answer ─▶ text of what is new ─▶ redactors ─▶ spans ─┬─ in what users and tools said: filler, token for token
-                                                         └─ in what the model said: the session is not kept
+    answer ─▶ text of the new tokens ─▶ redactors ─▶ spans ─┬─ in input of users and tools: filler, token for token
+                                                            └─ in the model's output: the session is not kept
 
-A redactor finds the spans of a text that must not be kept, such as keys and addresses. A token that lies in one, in
-part or whole, becomes a filler, so that all others stay where they were and keep the logprobs that they were sampled
-with. What was sampled is then trained on behind a context that differs in the fillers; the ratio of probabilities, by
-which losses correct for old weights, corrects for that as well. A reply of the model that has such a span cannot be
-corrected: its tokens are what is learnt. Then nothing of its session is kept, and it is counted.
+A redactor finds the spans of a text that must not be stored, such as keys and addresses. A token that overlaps such a
+span becomes a filler, so that all other tokens keep their positions and sampled logprobs. The completion is then
+trained on with a context that differs in the fillers; the probability ratio with which losses correct for old weights
+also corrects for that. A model's reply with such a span cannot be corrected, because training would use its tokens:
+then nothing of the session is kept, and it is counted.
 
-Owns that. Which redactors there are, a recipe says (``feedback.redactors``); a span across two calls of a session is
-not seen. Pure.
+Owns this replacement. A recipe selects the redactors (``feedback.redactors``). A span across two calls of a session is
+not detected. Pure.
 """
 
 import re
@@ -26,12 +26,12 @@ from etude.tokens.vocabulary import Spelling
 from etude.types import Ids, LiveAnswer
 
 Span: TypeAlias = tuple[int, int]
-"""Characters of a text, from and up to."""
+"""Character range of a text: start, end (exclusive)."""
 Redactor: TypeAlias = Callable[[str], Iterable[Span]]
-"""Finds the spans of a text that must not be kept."""
+"""Function that finds the spans of a text that must not be stored."""
 
 BLACKOUT = "█"
-"""In place of each character of a message."""
+"""Replacement for each redacted character of a message."""
 SECRETS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\betude-[a-z]+-[A-Za-z0-9_-]{20,}"
@@ -44,7 +44,7 @@ EMAILS = re.compile(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9.-]{1,255}\.[A-Za-z]{2,24
 
 
 def secrets(text: str) -> Iterable[Span]:
-    """Spans of keys and passwords that can be told by their form; others cannot."""
+    """Spans of keys and passwords that have a recognisable format; others are not found."""
     return [match.span() for match in SECRETS.finditer(text)]
 
 
@@ -54,7 +54,7 @@ def emails(text: str) -> Iterable[Span]:
 
 
 class Redaction:
-    """The filter of a store that applies ``redactors``; ``filler`` is the token in place of a redacted one."""
+    """Filter of a store that applies ``redactors``; ``filler`` is the token that replaces a redacted one."""
 
     def __init__(self, redactors: Sequence[Redactor], spelling: Spelling, filler: int) -> None:
         self._redactors = redactors
@@ -62,7 +62,7 @@ class Redaction:
         self._filler = filler
 
     def __call__(self, answer: LiveAnswer) -> LiveAnswer | None:
-        """An answer as it may be kept; ``None``: nothing of its session may be."""
+        """The redacted answer; ``None``: nothing of its session may be stored."""
         if any(self._hidden(turn.completion_ids).any() for turn in answer.turns):
             return None
         message = answer.message
@@ -84,7 +84,7 @@ class Redaction:
         return [span for redactor in self._redactors for span in redactor(text)]
 
     def _hidden(self, token_ids: Ids) -> npt.NDArray[np.bool_]:
-        """[L] true for the tokens that lie in a span of their text; one that ends within a character counts as it."""
+        """[L] true for tokens that overlap a span of their text; one that ends within a character counts as it."""
         stream = self._spelling.stream()
         state, ids = stream.state(), token_ids.tolist()
         text = stream.feed(ids) + stream.finish()

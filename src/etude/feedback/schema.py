@@ -1,6 +1,6 @@
 """The tables of the feedback store: sessions, their turns, signals, counts. One schema for both databases.
 
-Migrations are numbered and never edited once released, as the ledger's (:mod:`etude.ledger.schema`).
+Migrations are numbered and never edited once released, like the ledger's (:mod:`etude.ledger.schema`).
 """
 
 from etude.ledger.schema import Schema
@@ -75,7 +75,7 @@ FEEDBACK = Schema(
             "CREATE INDEX signals_without_turn ON signals (owner, completion) WHERE session_id IS NULL",
             "CREATE TABLE counts (name TEXT PRIMARY KEY, number INTEGER NOT NULL)",
         ),
-        2: (  # rights of people
+        2: (  # privacy rights of users
             "CREATE INDEX sessions_by_user ON sessions (pseudonym)",
             """
             CREATE TABLE deletions (                -- privacy.DeletionRequest

@@ -1,19 +1,19 @@
-"""Events as clients report them, read and checked.
+"""Parser and validation of the events that clients report.
 
     {"event_id": "9f3c…", "session": "chat-17", "turn": 2, "kind": "thumbs", "value": -1}
     {"event_id": "b01a…", "completion": "chatcmpl-6154ec…", "kind": "edited", "value": 0.25, "span": [120, 310]}
 
-    event_id     the client's own, unique among all of a product's: the same one again is a duplicate
-    session      as the product named it (``X-Etude-Session``), or its id (``X-Etude-Session-Id`` of an answer)
-    turn         index of the model call in its session, from 0; without one the whole session is meant
-    completion   id of an answer, in place of session and turn
+    event_id     chosen by the client, unique within its product: a repeated one is a duplicate
+    session      the product's name for it (``X-Etude-Session``), or its id (``X-Etude-Session-Id`` of an answer)
+    turn         index of the model call in its session, from 0; omitted: the whole session
+    completion   id of an answer, instead of session and turn
     kind, value  :data:`VALUES`
-    span         characters of that turn's text, from and up to
-    user         as the product names its users; becomes a pseudonym before anything is kept. Default: the session's
-    sent_at      seconds since 1970 by the client's clock; kept, and nothing is decided by it
+    span         characters of that turn's text: start, end (exclusive)
+    user         the product's name for the user; becomes a pseudonym before storage. Default: the session's
+    sent_at      seconds since 1970 by the client's clock; stored, without effect
 
-Owns the form of an event and the reasons for which one is refused. Which session it is about, and whether it is in
-time, is :mod:`etude.feedback.join`'s. Pure.
+Owns the format of an event and the reasons to refuse one. :mod:`etude.feedback.join` owns the match with a session and
+the time window. Pure.
 """
 
 import re
@@ -26,36 +26,36 @@ import orjson
 from etude.types import Json, SignalKind
 
 MAX_BATCH = 1000
-"""Events of one report."""
+"""Maximum events per report."""
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""Event ids, and names of sessions and answers."""
+"""Pattern of event ids, and of names of sessions and answers."""
 MAX_USER = 256
-"""Characters of a user's name."""
+"""Maximum characters of a user's name."""
 MAX_TURN = 2**20
 MAX_CHARACTERS = 2**31
-"""Ends of a span are below this."""
+"""Exclusive upper limit for the end of a span."""
 MAX_TIME_S = 2.0**33
-"""Seconds since 1970 that any clock may claim: the year 2242."""
+"""Limit for a clock's seconds since 1970: the year 2242."""
 LONGEST_S = 86_400.0
-"""Latency of a day is as good as none."""
+"""Maximum latency: one day."""
 FIELDS = ("event_id", "session", "turn", "completion", "kind", "value", "span", "user", "sent_at")
 QUOTED = 80
-"""Characters that a message repeats of a refused value."""
+"""Maximum characters of a refused value in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """The values of one kind of signal."""
+    """The valid values of one kind of signal."""
 
     low: float
     high: float
     only: tuple[float, ...] = ()
-    """All that there are, where not everything between is one."""
+    """The only valid values; empty: every value from ``low`` to ``high``."""
     default: float | None = None
-    """The value of an event that has none; ``None``: it needs one."""
+    """Value of an event without one; ``None``: a value is required."""
 
     def fits(self, value: float) -> bool:
-        """True if there is such a value."""
+        """Return true if ``value`` is valid."""
         return value in self.only if self.only else self.low <= value <= self.high
 
     def __str__(self) -> str:
@@ -74,21 +74,21 @@ VALUES: Mapping[SignalKind, Values] = MappingProxyType(
         SignalKind.ABANDONED: Values(low=1, high=1, only=(1.0,), default=1.0),
     }
 )
-"""Kind → its values; their meaning is said at :class:`~etude.types.SignalKind`."""
+"""Kind → its valid values; :class:`~etude.types.SignalKind` explains their meaning."""
 KINDS: Mapping[str, SignalKind] = MappingProxyType({kind.value: kind for kind in SignalKind})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One event as it was reported, its user a pseudonym already; what it is about is not looked up yet."""
+    """One reported event; its user is already a pseudonym, its session not looked up yet."""
 
     event_id: str
     kind: SignalKind
     value: float
     session: str = ""
-    """Name or id of a session; empty where ``completion`` says it."""
+    """Name or id of a session; empty if there is a ``completion``."""
     completion: str = ""
-    """Id of an answer without its prefix; empty: ``turn`` says which, or the whole session is meant."""
+    """Id of an answer without its prefix; empty: ``turn``, or the whole session without one."""
     turn: int | None = None
     span: tuple[int, int] | None = None
     user: str = ""
@@ -98,25 +98,25 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedEvent:
-    """An event that is none."""
+    """An invalid event."""
 
     event_id: str
-    """Empty where it has no id."""
+    """Empty if it has no valid id."""
     reason: str
 
 
 Pseudonym = Callable[[str], str]
-"""The pseudonym of a user, by which nobody without the run's key finds the user."""
+"""Function from a user to a pseudonym, which cannot be reversed without the run's key."""
 
 
 class NoReport(ValueError):
-    """A body that is no list of events, or one that is too long; the message is for its sender."""
+    """A body that is not a list of events, or is too long; the message is for its sender."""
 
 
 def read_report(body: bytes, pseudonym: Pseudonym) -> list[Event | RefusedEvent]:
-    """The events of a report, in order: one JSON object, a JSON list of them, or one on each line.
+    """The events of a report, in order: one JSON object, a JSON list of them, or one per line.
 
-    Raises :class:`NoReport`. What is wrong with one event refuses that one alone.
+    Raises :class:`NoReport`. An invalid event does not affect the others.
     """
     values = _values(body)
     if len(values) > MAX_BATCH:
@@ -125,7 +125,7 @@ def read_report(body: bytes, pseudonym: Pseudonym) -> list[Event | RefusedEvent]
 
 
 def read_event(value: Json, pseudonym: Pseudonym) -> Event | RefusedEvent:
-    """One event, or the reason why it is none."""
+    """One event, or the reason why it is invalid."""
     if not isinstance(value, dict):
         return RefusedEvent(event_id="", reason=f"expected a JSON object, got {_quote(value)}")
     event_id = value.get("event_id")

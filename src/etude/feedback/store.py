@@ -1,20 +1,20 @@
-"""The feedback store: live sessions, their turns and the signals about them, until they are joined and handed on.
+"""The feedback store: live sessions, their turns and signals, until they are joined and given to the sink.
 
-    gateway   keep ─▶ a turn, and its session with the first      end ─▶ no call follows: the window runs
+    gateway   keep ─▶ a turn, and its session with the first      end ─▶ no call follows: the window starts
     product   report ─▶ signals, each event once
     process   close_windows ─▶ closed() ─▶ joined sessions ─▶ taken
     feedback
 
     session   open ──▶ ended ──▶ closed ──▶ taken                 each move is one transaction
 
-Owns what is kept, and the transactions in which it changes; which session an event is of and when it is late is
-:mod:`etude.feedback.join`'s. Uses the ledger's databases (SQLite, PostgreSQL): all writing transactions are in one
-order, a signal is either read by the join or told late, never lost between, and what was answered is on the disk.
+Owns the stored data and the transactions that change them; :mod:`etude.feedback.join` owns the match of an event with
+its session and the time window. Uses the ledger's databases (SQLite, PostgreSQL): all writing transactions are serial,
+a signal is either read by the join or reported as late, never lost, and acknowledged data are on disk.
 
-Everything that comes in passes :meth:`FeedbackStore.keep` or :meth:`FeedbackStore.report`, and nothing is written
-before the :class:`Filter` has seen it: redaction belongs there.
+All input passes :meth:`FeedbackStore.keep` or :meth:`FeedbackStore.report`, and no answer is written before the
+:class:`Filter` has seen it: redaction belongs there.
 
-The turns of a batch, and its signals, are one JSON array that the database takes apart: a statement a batch.
+The ids or signals of a batch are passed as one JSON array, which the database unpacks: one statement per batch.
 """
 
 from collections import Counter
@@ -39,15 +39,15 @@ from etude.ledger.turns import decode_turns
 from etude.types import JoinedSession, Json, LiveAnswer, LiveSession, PayloadRef, Signal, SignalKind
 
 REDACTED = "session_redacted"
-"""Count of sessions of which nothing is kept, since the model itself said what must not be."""
+"""Name of the count of sessions that are not stored because the model's output had sensitive data."""
 MAX_UNMATCHED = 10_000
-"""Signals of one product that may wait for their sessions; beyond, those without a session are not kept."""
+"""Maximum signals of one product that wait for their sessions; further ones without a session are not stored."""
 RETRY_TIMEOUT_S = 60.0
-"""Longest time for which the database is tried again, as of the ledger."""
+"""Maximum time of retries of the database, as for the ledger."""
 
 
 Filter = Callable[[LiveAnswer], LiveAnswer | None]
-"""Sees every answer before anything of it is written, and returns what may be; ``None``: nothing of its session."""
+"""Function that gets every answer before storage and returns the part to store; ``None``: nothing of its session."""
 
 
 def unchanged(answer: LiveAnswer) -> LiveAnswer:
@@ -66,7 +66,7 @@ class FeedbackStore(LedgerConnection):
         super().__init__(transactions)
         self.window_s = window_s
         self.privacy = PrivacyRecords(transactions)
-        """Requests for deletion, and the audit log."""
+        """Deletion requests and the audit log."""
         self._filter = keep_filter
 
     @classmethod
@@ -78,15 +78,15 @@ class FeedbackStore(LedgerConnection):
         keep_filter: Filter = unchanged,
         retry_timeout_s: float = RETRY_TIMEOUT_S,
     ) -> Self:
-        """Open the store at a path or URL (:mod:`etude.ledger.open`), making it when there is none."""
+        """Open the store at a path or URL (:mod:`etude.ledger.open`); create it if there is none."""
         database = open_database(place, retry_timeout_s=retry_timeout_s, tables=FEEDBACK)
         transactions = Transactions(database, retry_timeout_s=retry_timeout_s)
         return cls(transactions, window_s=window_s, keep_filter=keep_filter)
 
     def all_or_each(self, works: "Sequence[Work]") -> list[object]:
-        """Do several works in one transaction; returns the result of each, or what it raised.
+        """Run several works in one transaction; return the result or the exception of each.
 
-        Where one fails they are done one by one, so that it spoils no other.
+        If one fails, all are run one by one, so that it does not affect the others.
         """
         if len(works) > 1:
             try:
@@ -104,29 +104,29 @@ class FeedbackStore(LedgerConnection):
     # ── from the gateway
 
     def keeping(self, answer: LiveAnswer, gateway: str, now: float) -> Callable[[Database], None]:
-        """The work of keeping an answer: its turns, and its session with the first; signals that waited are matched."""
+        """The work that stores an answer: its turns, with the first also its session; matches waiting signals."""
         allowed = self._filter(answer)
         return partial(_withhold, answer.session) if allowed is None else partial(_keep, allowed, gateway, now)
 
     def keep(self, answer: LiveAnswer, gateway: str, now: float) -> None:
-        """Keep an answer, now."""
+        """Store an answer."""
         self._db.write(self.keeping(answer, gateway, now))
 
     def end(self, session_ids: Sequence[str], now: float) -> None:
-        """End sessions: no turn follows, and their windows begin. Those that ended before stay as they are."""
+        """End sessions: no turn follows, and their windows start. Sessions that ended before are unchanged."""
         self._db.write(partial(end_sessions, session_ids, now))
 
     def end_all_of(self, gateway: str, now: float) -> int:
-        """End the sessions that a gateway of this name left open, and return how many these were."""
+        """End the sessions that a gateway with this name left open; return their number."""
         return self._db.write(partial(end_all_of, gateway, now))
 
     def end_idle(self, used_before: float, now: float) -> int:
-        """End the open sessions without a turn since then: those of gateways that are gone."""
+        """End the open sessions without a turn since ``used_before``, those of dead gateways; return their number."""
         sql = "UPDATE sessions SET ended_at = ? WHERE ended_at IS NULL AND used_at < ? RETURNING 1"
         return len(self._db.write(lambda db: db.execute(sql, now, used_before)))
 
     def withdraw(self, session_id: str) -> None:
-        """Forget a session whose user took back consent, with its turns and signals."""
+        """Delete a session whose user withdrew consent, with its turns and signals."""
         self._db.write(partial(forget_sessions, [session_id]))
 
     # ── from products
@@ -134,28 +134,28 @@ class FeedbackStore(LedgerConnection):
     def reporting(
         self, owner: str, events: Sequence[Event], clock: Callable[[], float]
     ) -> Callable[[Database], list[EventResult]]:
-        """The work of keeping events of ``owner``, the id of a production key; its result is their outcomes."""
+        """The work that stores events of ``owner``, the id of a production key; its result is their outcomes."""
         return partial(_report, owner, events, clock, self.window_s)
 
     def report(self, owner: str, events: Sequence[Event], clock: Callable[[], float]) -> list[EventResult]:
-        """Keep events; returns the outcome of each, in order, once they are on the disk."""
+        """Store events; return the outcome of each, in order, once they are on disk."""
         return self._db.write(self.reporting(owner, events, clock))
 
     def status(self, owner: str, name: str) -> "SessionStatus | None":
-        """State of the session that ``owner`` calls by its id or name; ``None`` if there is none."""
+        """The state of a session of ``owner``, by its id or name; ``None`` if there is none."""
         return self._db.read(partial(read_status, owner, name, self.window_s))
 
     def sessions_of_user(self, user: str) -> list[dict[str, Json]]:
-        """All that is kept of a user, by pseudonym, for that person to read: each session with what was said in it by
-        the user, and the signals about it.
+        """All stored data of a user, by pseudonym, for that person to read: each session with the user's messages and
+        its signals.
         """
         return self._db.read(partial(_sessions_of_user, user))
 
     # ── to learning
 
     def close_windows(self, now: float, limit: int) -> int:
-        """Close the windows that are over, those of the longest ended first; returns how many. From here on signals
-        about these sessions are late, and what was kept before is theirs for good.
+        """Close expired windows, the earliest ended first; return their number. From then on, new signals for these
+        sessions are late, and their earlier signals are final.
         """
         sql = """
             UPDATE sessions SET closed_at = ? WHERE session_id IN (
@@ -166,28 +166,28 @@ class FeedbackStore(LedgerConnection):
         return len(self._db.write(lambda db: db.execute(sql, now, now - self.window_s, limit)))
 
     def closed(self, limit: int, follow_up: FollowUpRule | None = None) -> tuple[list[JoinedSession], Counter[str]]:
-        """The first sessions that are closed and not yet taken, joined, and the number of signals left out, by reason.
+        """The first closed sessions that are not yet taken, joined, and the number of omitted signals by reason.
 
         Raises :class:`~etude.errors.DamagedError` for turns that cannot be read.
         """
         return self._db.read(partial(_closed, limit, self.window_s, follow_up))
 
     def taken(self, results: Mapping[str, str], left_out: Mapping[str, int], now: float) -> int:
-        """Note that sessions were taken for good, with a word for each: what became of it. Counts both, and returns how
-        many had not been noted before.
+        """Record that sessions were taken, with the result of each. Counts the results and the omitted signals, and
+        returns how many sessions were not recorded before.
         """
         return self._db.write(partial(_taken, results, left_out, now))
 
     def give_up_unmatched(self, received_before: float) -> int:
-        """Forget and count the signals whose session has not come since; returns how many."""
+        """Delete and count the signals received before then that have no session; return their number."""
         return self._db.write(partial(_give_up_unmatched, received_before))
 
     def counts(self) -> dict[str, int]:
-        """Numbers of events by outcome, of sessions by what became of them, of signals left out by reason."""
+        """Numbers of events by outcome, of sessions by result, and of omitted signals by reason."""
         return dict(self._db.read(lambda db: db.execute("SELECT name, number FROM counts ORDER BY name")))
 
     def payloads(self) -> list[PayloadRef]:
-        """The payloads that turns of sessions that are not yet taken refer to: whoever sweeps spares them."""
+        """The payloads that turns of sessions not yet taken reference; a sweep must keep them."""
         return self._db.read(_payloads)
 
 
@@ -197,11 +197,11 @@ Work = Callable[[Database], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStatus:
-    """State of a session, for the product that it is of."""
+    """State of a session, for its product."""
 
     session: LiveSession
     closes_at: float | None
-    """When its window is over; ``None`` while it is open."""
+    """Time at which its window is over; ``None`` while the session is open."""
     result: str
     """Outcome once its window was over; empty before."""
     signals: Mapping[str, int]
@@ -233,7 +233,7 @@ def session_of(row: Row) -> LiveSession:
 
 
 def end_sessions(session_ids: Sequence[str], now: float, db: Database) -> None:
-    """A part of a transaction: no turn of these sessions follows."""
+    """End these sessions, as a part of a transaction: no turn follows."""
     sql = """
         UPDATE sessions SET ended_at = ?
         WHERE session_id IN (SELECT value->>0 FROM json_each(?)) AND ended_at IS NULL
@@ -242,13 +242,13 @@ def end_sessions(session_ids: Sequence[str], now: float, db: Database) -> None:
 
 
 def _withhold(session: LiveSession, db: Database) -> None:
-    """Keep nothing of a session."""
+    """Delete a session and count it as redacted."""
     forget_sessions([session.session_id], db)
     add_counts(db, {REDACTED: 1})
 
 
 def end_all_of(gateway: str, now: float, db: Database) -> int:
-    """A part of a transaction: end the sessions that a gateway left open, and return how many these were."""
+    """End the sessions that a gateway left open, as a part of a transaction; return their number."""
     sql = "UPDATE sessions SET ended_at = ? WHERE gateway = ? AND ended_at IS NULL RETURNING 1"
     return len(db.execute(sql, now, gateway))
 
@@ -273,7 +273,7 @@ def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
         """
         count = new.first + len(new.turns)
         if not db.execute(sql, now, count, count, oldest, oldest, newest, newest, session.session_id):
-            return  # it was forgotten meanwhile, and stays so
+            return  # it was deleted in the meantime, and stays deleted
     for index, turn in enumerate(new.turns, new.first):
         record, shared = encode_turn(turn, new.earlier)
         sql = """
@@ -285,8 +285,8 @@ def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
 
 
 def _match(db: Database, column: str, names: Sequence[str], session: LiveSession, turn: int | None) -> None:
-    """Give the signals that waited for a session, or one of its turns, to it."""
-    named = [name for name in names if name]  # in each row one of the columns is empty
+    """Assign waiting signals to a session or one of its turns."""
+    named = [name for name in names if name]  # one of the columns is empty in each row
     sql = f"""
         UPDATE signals SET session_id = ?, turn = coalesce(turn, ?)
         WHERE session_id IS NULL AND owner = ? AND {column} IN ({", ".join("?" * len(named))})
@@ -297,7 +297,7 @@ def _match(db: Database, column: str, names: Sequence[str], session: LiveSession
 def _report(
     owner: str, events: Sequence[Event], clock: Callable[[], float], window_s: float, db: Database
 ) -> list[EventResult]:
-    now = clock()  # behind the lock: no window that is over by it was closed later
+    now = clock()  # after the lock is taken, so that windows close in the order of this time
     places = _places(db, owner, events)
     targets = [places.get(event.completion or event.session) for event in events]
     outcomes = [result_of(place, now, window_s) for place in targets]
@@ -311,7 +311,7 @@ def _report(
     fresh = _insert_signals(db, rows)
     for index, event in enumerate(events):
         if event.event_id in fresh:
-            fresh.discard(event.event_id)  # the same id further on is a duplicate
+            fresh.discard(event.event_id)  # the same id later in the list is a duplicate
         elif targets[index] is not None or has_room:
             outcomes[index] = EventResult.DUPLICATE
     add_counts(db, Counter(outcomes))
@@ -327,17 +327,17 @@ SESSIONS_NAMED = """
          ORDER BY opened_at DESC, session_id LIMIT 1)
     )
 """
-"""The newest of the sessions with one name, which a product may use again; an id comes before a name."""
+"""The newest session with a name, which a product may reuse; an id has precedence over a name."""
 TURNS_ANSWERED = """
     SELECT r.value->>0, t.session_id, t.turn, s.ended_at, s.closed_at FROM json_each(?) AS r
     JOIN turns AS t ON t.completion = r.value->>0 JOIN sessions AS s ON s.session_id = t.session_id
     WHERE s.owner = ? ORDER BY t.turn DESC
 """
-"""The first of several replies in an answer, which comes last and counts."""
+"""The turns of an answer, the first of several replies last, so that it counts."""
 
 
 def _places(db: Database, owner: str, events: Sequence[Event]) -> dict[str, MatchedSession]:
-    """Name, id or completion, as events have it → its session."""
+    """Name, id or completion in an event → its session."""
     sessions = json_rows([[one] for one in {event.session for event in events if event.session}])
     completions = json_rows([[one] for one in {event.completion for event in events if event.completion}])
     rows = [
@@ -391,17 +391,17 @@ INSERT_SIGNALS = f"""
 
 
 def _insert_signals(db: Database, rows: Sequence[Sequence[object]]) -> set[str]:
-    """Add the signals that are new; returns their event ids."""
+    """Add the signals that are new; return their event ids."""
     return {event_id for (event_id,) in db.execute(INSERT_SIGNALS, json_rows(rows))} if rows else set()
 
 
 def json_rows(rows: object) -> str:
-    """Rows as one JSON array, which the database takes apart."""
+    """Rows as one JSON array, which the database unpacks."""
     return orjson.dumps(rows).decode()
 
 
 def add_counts(db: Database, counts: Mapping[str, int]) -> None:
-    """A part of a transaction: count what happened."""
+    """Add to the counts, as a part of a transaction."""
     sql = """
         INSERT INTO counts (name, number) VALUES (?, ?)
         ON CONFLICT (name) DO UPDATE SET number = counts.number + excluded.number
@@ -412,7 +412,7 @@ def add_counts(db: Database, counts: Mapping[str, int]) -> None:
 
 
 def read_status(owner: str, name: str, window_s: float, db: Database) -> SessionStatus | None:
-    """State of a session, by its id or the newest by its name."""
+    """The state of a session, by its id, or of the newest with this name."""
     sql = f"""
         SELECT {SESSION_COLUMNS}, result FROM sessions WHERE owner = ? AND (session_id = ? OR name = ?)
         ORDER BY CASE WHEN session_id = ? THEN 0 ELSE 1 END, opened_at DESC LIMIT 1
@@ -456,7 +456,7 @@ def _closed(
     for session in sessions:
         own = turns.get(session.session_id)
         if own is None:
-            continue  # it was deleted meanwhile
+            continue  # it was deleted in the meantime
         one, missing = join(
             replace(session, turns=len(own)),
             own,
@@ -489,13 +489,13 @@ def _live_turns(session_id: str, rows: Sequence[Row]) -> list[LiveTurn]:
 
 
 def _signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[Signal]]:
-    """Session → its signals that came in time."""
+    """Session id → its signals received in time."""
     signals = all_signals_of(db, ids, users)
     return {session_id: [signal for signal, is_late in own if not is_late] for session_id, own in signals.items()}
 
 
 def all_signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[tuple[Signal, bool]]]:
-    """Session → its signals, each with whether it was late; ``ids`` as :func:`json_rows` has them."""
+    """Session id → its signals, each with true if it was late; ``ids`` is from :func:`json_rows`."""
     sql = """
         SELECT s.session_id, s.event_id, s.kind, s.value, s.turn, s.span_start, s.span_end, s.pseudonym, s.sent_at,
             s.received_at, s.late FROM json_each(?) AS r JOIN signals AS s ON s.session_id = r.value->>0

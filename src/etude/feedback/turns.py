@@ -1,10 +1,10 @@
-"""The turns of a live session as they are kept: one record each, with the tokens that are new in it.
+"""Storage format of a live session's turns: one record each, with only its new tokens.
 
     turn 0   prompt ▒▒▒▒▒▒  sampled ███                  record: follows nothing, ▒▒▒▒▒▒ and ███
     turn 1   prompt ▒▒▒▒▒▒███▒▒▒▒  sampled ████          record: follows turn 0, ▒▒▒▒ and ████
 
-A turn is written when it was sampled, alone, and reads again what the turns before it read; so a record has the rest of
-its prompt only. Read back, the prompts of one branch are views of one array, as a session's are in the gateway.
+Each turn is written separately after it is sampled, and its prompt repeats earlier turns; so a record has only the rest
+of its prompt. When decoded, the prompts of one branch are views of one array, like a session's in the gateway.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,15 @@ from etude.types import Ids, Turn
 
 
 def encode_turn(turn: Turn, earlier: Turn | None) -> tuple[bytes, int]:
-    """The record of a turn, and the number of tokens that it goes without: all of ``earlier``, the turn that it
-    continues, or 0.
-    """
+    """The record of a turn, and the number of omitted tokens: those of ``earlier`` if the turn continues it, else 0."""
     shared = earlier.length if earlier is not None and turn.continues(earlier) else 0
     return encode_turns([replace(turn, prompt_ids=turn.prompt_ids[shared:])]), shared
 
 
 def decode_records(records: Sequence[tuple[bytes, int | None, int]], name: str) -> tuple[Turn, ...]:
-    """The turns of a session from all its records, in order: bytes, index of the turn that it continues, tokens shared.
+    """The turns of a session from all its records, in order: bytes, index of the continued turn, shared tokens.
 
-    Raises :class:`~etude.errors.DamagedError`, in which ``name`` is the session's.
+    Raises :class:`~etude.errors.DamagedError`, which names the session ``name``.
     """
     try:
         turns = [decode_turns(record)[0] for record, _, _ in records]
@@ -43,7 +41,7 @@ def decode_records(records: Sequence[tuple[bytes, int | None, int]], name: str) 
 
 
 def _prompts(turns: Sequence[Turn], links: Sequence[int | None]) -> list[Ids]:
-    """The whole prompt of each turn. The newest turn of a branch has its array, earlier ones get views of it."""
+    """The whole prompt of each turn. The newest turn of a branch owns the array; earlier turns get views of it."""
     whole: list[Ids | None] = [None] * len(turns)
     for newest in reversed(range(len(turns))):
         if whole[newest] is not None:

@@ -1,11 +1,11 @@
-"""The thread that writes to the feedback store: everything that waits goes into one transaction (group commit).
+"""The thread that writes to the feedback store: all waiting works are in one transaction (group commit).
 
     callers ──submit──▶ queue ──up to MAX_WORKS──▶ one transaction, one sync of the disk ──▶ their futures
 
-A sync of the disk takes milliseconds and a work tens of microseconds, so a gateway with many calls at a time pays for
-few syncs, and one with a single call for its own. Works are done in the order in which they were submitted.
+A disk sync takes milliseconds and a work tens of microseconds, so many concurrent calls share a few syncs, and a single
+call has its own. Works run in the order of submission.
 
-Owns the thread and its queue, which is bounded: a caller that finds it full is told so at once.
+Owns the thread and its bounded queue: a full queue raises an error at once.
 """
 
 import queue
@@ -20,20 +20,20 @@ from etude.feedback.store import FeedbackStore, Work
 from etude.ledger.database import Database
 
 MAX_WORKS = 256
-"""Works of one transaction: so long may others have to wait for its lock."""
+"""Maximum works per transaction, which limits the time that others wait for its lock."""
 MAX_WAITING = 16_384
-"""Works that may wait: seconds of a disk that is as slow as disks are."""
+"""Maximum waiting works: a few seconds of work for a slow disk."""
 T = TypeVar("T")
 _Item = tuple[Work, "Future[object]"]
 
 
 class StoreBusy(InfrastructureError):
-    """The feedback store has as much to write as may wait; try again later."""
+    """The queue of the feedback store is full; retry later."""
 
 
 @final
 class StoreWriter:
-    """A store and the thread that uses it alone; ``open_store`` is called there."""
+    """A store and the only thread that uses it; the thread calls ``open_store``."""
 
     def __init__(self, open_store: Callable[[], FeedbackStore]) -> None:
         self._open_store = open_store
@@ -42,21 +42,21 @@ class StoreWriter:
         self._thread = threading.Thread(target=self._run, name="feedback store", daemon=True)
         self._store: FeedbackStore | None = None
         self.commits = 0
-        """Transactions so far."""
+        """Number of transactions so far."""
 
     def start(self) -> None:
-        """Open the store and start. Raises what opening it does."""
+        """Start the thread, which opens the store. Raises any exception from the opening."""
         self._thread.start()
         self._opened.result()
 
     @property
     def store(self) -> FeedbackStore:
-        """The store, for whoever makes works of it; its connection is the thread's. Once it is started."""
+        """The store, only to create works; its connection belongs to the thread. Available after :meth:`start`."""
         assert self._store is not None, "the writer was not started"
         return self._store
 
     def submit(self, work: Callable[[Database], T]) -> "Future[T]":
-        """Have a work done; its result, or what it raises, comes once it is on the disk. Raises :class:`StoreBusy`."""
+        """Queue a work; the future has its result or exception once it is on disk. Raises :class:`StoreBusy`."""
         future: Future[object] = Future()
         try:
             self._queue.put_nowait((work, future))
@@ -65,7 +65,7 @@ class StoreWriter:
         return cast("Future[T]", future)
 
     def stop(self, timeout_s: float) -> None:
-        """Write what waits, and let go of the store; gives up after ``timeout_s``."""
+        """Write all waiting works and close the store; gives up after ``timeout_s``."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -88,7 +88,7 @@ class StoreWriter:
                         future.set_result(result)
 
     def _next(self) -> list[_Item]:
-        """Waiting pieces of work, up to a limit; none once it has to stop."""
+        """Waiting works, up to a limit; empty once the thread must stop."""
         item = self._queue.get()
         batch: list[_Item] = []
         while item is not None:
@@ -100,5 +100,5 @@ class StoreWriter:
             except queue.Empty:
                 return batch
         if batch:
-            self._queue.put(None)  # seen again once this batch is written
+            self._queue.put(None)  # read again after this batch is written
         return batch

@@ -113,7 +113,7 @@ class Regions:
         return self._heard
 
     def report(self, name: str, report: RegionReport, now: float) -> None:
-        """A region said how it is."""
+        """Process a region's report."""
         region = self._regions[name]
         if self._is_away(region, now):
             region.late_since_s = None  # it has as much time as any other, from now on
@@ -126,7 +126,7 @@ class Regions:
                 each.late_since_s = now
 
     def lose(self, name: str) -> None:
-        """A region could not be reached: it is away until it reports again."""
+        """Record that a region could not be reached: it is unavailable until its next report."""
         self._regions[name].heard_s = -math.inf
 
     def choose(self, version: int, now: float) -> str | None:
@@ -153,12 +153,12 @@ class Regions:
         _give(self._regions[name])
 
     def ended(self, name: str) -> None:
-        """A session that a region was given is over, however."""
+        """Record the end of a session in a region, for any reason."""
         self._regions[name].open -= 1
         assert self._regions[name].open >= 0, f"more sessions ended in region {name!r} than it was given"
 
     def free_places(self, now: float) -> int:
-        """Sessions that the regions in reach could hold beside those that they have."""
+        """Number of additional sessions that the reachable regions have capacity for."""
         return sum(max(0, each.report.places - each.open) for each in self._present(now))
 
     def views(self, now: float) -> tuple[RegionView, ...]:

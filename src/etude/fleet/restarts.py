@@ -1,4 +1,4 @@
-"""The rules by which a process that ended, or fell silent, is started again. Pure: facts and ``now`` in, decisions out.
+"""The rules for the restart of a process that ended or is silent. Pure: facts and ``now`` in, decisions out.
 
     ended with 0, and it was to end        done
     ended with USER_ERROR                  no restart repairs it: the run ends with its message
@@ -6,7 +6,7 @@
     ended otherwise, or vanished           started again, unless that happened too often in a short time
     silent for too long                    killed and started again, unless that comes again with each start
 
-Who is started where, and what people are told, is :mod:`etude.fleet.reconciler`'s.
+:mod:`etude.fleet.reconciler` owns the placement of processes and the notices for people.
 """
 
 from enum import Enum, auto

@@ -33,7 +33,7 @@ MOST_AT_ONCE = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRange:
-    """A region's bounds. Raises ``ValueError`` for what cannot be."""
+    """A region's bounds. Raises ``ValueError`` for impossible values."""
 
     region: str
     fewest: int
@@ -48,7 +48,7 @@ class EngineRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingLimits:
-    """When numbers may change. Raises ``ValueError`` for what cannot be."""
+    """Conditions for changes of the numbers. Raises ``ValueError`` for impossible values."""
 
     settle: int = 4
     """Steps between two changes."""
@@ -57,7 +57,7 @@ class ScalingLimits:
     calm: int = 6
     """Steps in a row in which engines were idle before there are fewer."""
     cost_per_hour: float = math.inf
-    """Most money for engines."""
+    """Maximum cost of engines."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.settle or self.calm < 1 or self.cost_per_hour <= 0:

@@ -1,7 +1,7 @@
-"""The nouns of placement: a process that is to run, what it needs, and what a launcher sees of it.
+"""The classes of placement: a process to run, its resources, and its status from a launcher.
 
-A plan is a list of :class:`ProcessSpec`; what is observed is a :class:`ProcessStatus` for each name. Nothing here
-starts anything, and nothing here knows what the commands do.
+A plan is a list of :class:`ProcessSpec`; an observation is a :class:`ProcessStatus` per name. Nothing here starts
+processes or depends on what the commands do.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One process that is to run."""
+    """One process to run."""
 
     name: str
     """Unique within a run: ``serve-1@eu``."""
@@ -87,13 +87,13 @@ class ProcessStatus:
     exit_status: int | None = None
     """Exit status once it ended, negative for a signal."""
     is_pending: bool = False
-    """True while no machine has room for it."""
+    """True while no machine has resources for it."""
     is_lost: bool = False
     """True while its machine does not answer."""
     beat: int = 0
     """Changes with each of its heartbeats."""
     memory_bytes: int = 0
-    """Resident memory; 0 where that is not known."""
+    """Resident memory; 0 if unknown."""
     log: str = ""
     """Place of its output."""
     last_line: str = ""

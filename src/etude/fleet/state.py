@@ -1,4 +1,4 @@
-"""The desired state of a fleet and what is observed of it, as the bytes of objects. Pure.
+"""The desired and the observed state of a fleet, as the bytes of objects. Pure.
 
     home ──Desired, by generation──▶ keeper of each region ──Observed──▶ who asks how the fleet is
 
@@ -17,7 +17,7 @@ from etude.fleet.specs import GroupMember, ProcessSpec, ProcessStatus, Resources
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desired:
-    """The processes that are to run in all regions."""
+    """The processes to run in all regions."""
 
     fleet: FleetConfig
     specs: tuple[ProcessSpec, ...]

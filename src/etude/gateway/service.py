@@ -465,7 +465,7 @@ class ReplySampler:
             yield
         except ValueError as error:
             _turned_away(request)
-            raise ApiError(400, "invalid_request", f"the engine refused: {error}") from error
+            raise ApiError(400, "invalid_request", f"the engine rejected the request: {error}") from error
         except (EngineUnavailable, VersionPending):
             if self._clock.now() < request.caller.deadline:
                 _turned_away(request)
@@ -499,7 +499,9 @@ def _finish_reason(message: ChatMessage, reader: ReplyReader, finish: Finish) ->
 
 
 def _turned_away(request: GenerationRequest) -> None:
-    """Uncount the prompt of a call that the engines rejected; if part of an answer has arrived, the prompt was read."""
+    """Set the counts of read and reused prompt tokens to 0 for a call that the engines rejected, unless part of a reply
+    has arrived: then an engine has read the prompt.
+    """
     if not request.record.completion_tokens:
         request.record.prompt_tokens = request.record.reused_tokens = 0
 
@@ -515,7 +517,11 @@ def _until(chunk: TokenChunk, end: int | None, before: int) -> TokenChunk:
 
 
 def _joined(chunks: Sequence[TokenChunk]) -> Completion:
-    """The completion up to an end that the gateway, not the engine, has set."""
+    """The completion made of a stream's chunks, for a reply that the gateway ended before the engine did.
+
+    Its finish is ``LENGTH``; it has no routes and no sampling mask: a call that records these reads the stream to its
+    end.
+    """
     return Completion(
         token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
         logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
@@ -536,7 +542,7 @@ class Recorder:
         self, payloads: Payloads | None, space: RouteSpace | None = None, *, sampled_only: bool = False
     ) -> None:
         if payloads is None and space is not None:
-            raise ValueError("routes are asked for but there is no folder for them: give one for payloads")
+            raise ValueError("routes are requested but there is no folder for them: give one for payloads")
         self._payloads = payloads
         self._space = space
         self._sampled_only = sampled_only
@@ -577,13 +583,13 @@ class Recorder:
             turn = turn_of(prompt_ids, params, completion)
             self._check(turn, params)
         except ValueError as error:
-            raise CaptureError(f"the engine's record of a turn does not fit it: {error}") from error
+            raise CaptureError(f"the engine's record of a turn is inconsistent: {error}") from error
         return turn
 
     def _check(self, turn: Turn, params: SamplingParams) -> None:
         if self._space is not None:
             if turn.routes is None:
-                raise ValueError("it has no routes although they were asked for; does the engine serve them at all?")
+                raise ValueError("it has no routes although they were requested; can the engine return them at all?")
             self._space.check(turn.routes, turn.length - 1)
         if params.truncates and turn.sampling_mask is None and self._payloads is not None:
             raise ValueError(

@@ -1,13 +1,13 @@
 """Actions of an agent in its sandbox, call by call, parsed from the turns of its rollout: pure.
 
-    turns ──decode──▶ replies and what followed each ──▶ Action: tool, arguments, output ──▶ detectors, audits
+    turns ──decode──▶ replies and their results ──▶ Action: tool, arguments, output ──▶ detectors, audits
 
-A harness may be any program: what it asked for is then known only from the text that the model wrote. Five ways to
-write a call are read: ``<tool_call>`` with JSON, ``<function=…>`` with ``<parameter=…>``, fenced blocks of shell, the
-words of :mod:`etude.harnesses.tools`, and replies that are commands. A reply that is none of them has no action.
+A harness may be any program, so its tool calls are only visible in the text that the model wrote. Five forms of a call
+are supported: ``<tool_call>`` with JSON, ``<function=…>`` with ``<parameter=…>``, fenced blocks of shell, the text
+protocol of :mod:`etude.harnesses.tools`, and replies that are commands. Any other reply has no action.
 
-Owns the nouns :class:`Action` and :class:`Finding` and how actions are read. Does not judge: what is suspicious is the
-affair of the detectors (:mod:`etude.rewards.monitor.monitor`, :mod:`etude.tasks.honeypots`).
+Owns the types :class:`Action` and :class:`Finding` and the parsing of actions. The detectors decide what is suspicious
+(:mod:`etude.rewards.monitor.monitor`, :mod:`etude.tasks.honeypots`).
 """
 
 import json
@@ -20,9 +20,9 @@ from etude.harnesses import tools
 from etude.types import Ids, Turn
 
 OUTPUT_LETTERS = 64_000
-"""Most of an output that is recorded: its first and its last half. More than any harness here shows a model."""
+"""Limit of a recorded output, half from its beginning and half from its end; no harness here shows a model more."""
 SHELL = "shell"
-"""The tool whose ``command`` was written in a fenced block."""
+"""Tool name of a call in a fenced block; its argument is ``command``."""
 
 THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 TAGGED = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -35,7 +35,7 @@ class Severity(IntEnum):
     """Certainty that a finding is a case of cheating."""
 
     LOW = 1
-    """Honest work looks like this now and then: counted, no more."""
+    """Honest work sometimes looks like this: the finding is only counted."""
     MEDIUM = 2
     """Honest work hardly ever looks like this."""
     HIGH = 3
@@ -47,28 +47,28 @@ class Action:
     """One tool call of an agent, and the part of its result that the agent saw."""
 
     tool: str
-    """Its name as the harness has it: ``read``, ``bash``, …"""
+    """Its name in the harness: ``read``, ``bash``, …"""
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """By name, each as text; what was no text in the call is JSON here."""
+    """Arguments by name, as text; values that are not strings are JSON."""
     output: str = ""
-    """Output that followed; empty where there was none."""
+    """Output of the call; empty if there is none."""
     turn: int = 0
     """Index of the turn that made the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One sign of cheating, and its place."""
+    """One sign of cheating and its position."""
 
     detector: str
     severity: Severity
     turn: int
     where: str
-    """The name of an argument, ``output``, or ``world`` for what was found in the sandbox afterwards."""
+    """The name of an argument, ``output``, or ``world`` for evidence in the sandbox after the rollout."""
     span: tuple[int, int]
-    """First and last + 1 letter of the evidence in there; (0, 0) for the whole."""
+    """Start and end + 1 of the evidence in that text, in characters; (0, 0) for the whole text."""
     evidence: str
-    """The letters themselves, cut to a line's length."""
+    """The text of the evidence, truncated to the length of a line."""
 
 
 def read_actions(
@@ -77,7 +77,7 @@ def read_actions(
     """The actions of a rollout in order. ``decode`` gives the text of token ids, with or without special tokens;
     ``bare_shell`` is as in :func:`read_calls`.
 
-    The output of a turn is what stands behind its reply in the next prompt that begins with both; several calls of one
+    The output of a turn is the text after its reply in the next prompt that continues the turn; several calls of one
     reply share it.
     """
     actions: list[Action] = []
@@ -91,10 +91,10 @@ def read_actions(
 
 
 def read_calls(reply: str, *, bare_shell: bool = False) -> list[tuple[str, dict[str, str]]]:
-    """Parse tool and arguments of every call in a reply; thoughts are not read.
+    """Parse tool and arguments of every call in a reply; thoughts are ignored.
 
-    A reply without marks is one call in the built-in tools' words or, for a harness whose replies are commands
-    (``bare_shell``), a whole shell text.
+    A reply without marks is one call in the text protocol of the built-in tools or, for a harness whose replies are
+    commands (``bare_shell``), a shell script.
     """
     text = THOUGHTS.sub("", reply)
     calls = [call for match in TAGGED.finditer(text) if (call := _json_call(match[1])) is not None]
@@ -107,7 +107,7 @@ def read_calls(reply: str, *, bare_shell: bool = False) -> list[tuple[str, dict[
 
 
 def excerpt(text: str, letters: int = OUTPUT_LETTERS) -> str:
-    """A text shortened to a number of letters, with a sign where some are missing."""
+    """A text truncated in the middle to ``letters`` characters, with ``[…]`` in place of the missing ones."""
     half = letters // 2
     return text if len(text) <= letters else f"{text[:half]}\n[…]\n{text[-half:]}"
 
@@ -124,7 +124,7 @@ def _json_call(text: str) -> tuple[str, dict[str, str]] | None:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return str(call["name"]), {str(name): _as_text(value) for name, value in arguments.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None  # malformed, or nested a thousand levels deep: the harness could not carry it out, either
+        return None  # malformed, or nested a thousand levels deep: the harness could not execute it, either
 
 
 def _as_text(value: object) -> str:
@@ -132,7 +132,7 @@ def _as_text(value: object) -> str:
 
 
 def _spoken(text: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """The call in the built-in tools' own words."""
+    """The call in the text protocol of the built-in tools."""
     match tools.parse_call(text):
         case tools.ReadFile(path, first):
             yield tools.READ, {"path": path} | ({} if first is None else {"line": str(first)})

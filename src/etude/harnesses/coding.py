@@ -3,9 +3,9 @@
     prompt ──▶ model ──call──▶ sandbox ──observation──▶ model ──▶ … ──▶ submit
                  ╰─ full context ─▶ model ──summary──▶ a new context from task, to-do list and summary
 
-Owns what is asked of the model and what tools do in a sandbox. The words are those of :mod:`etude.harnesses.tools` and
-:mod:`etude.harnesses.summaries`, when a context starts anew is the decision of :mod:`etude.harnesses.contexts`, the way
-to the model is :mod:`etude.harnesses.completions`. Does not grade.
+Owns the order of requests to the model and the execution of tools in a sandbox. :mod:`etude.harnesses.tools` and
+:mod:`etude.harnesses.summaries` own the texts, :mod:`etude.harnesses.contexts` decides when a new context starts, and
+:mod:`etude.harnesses.completions` calls the model. Does not grade.
 """
 
 from collections import Counter
@@ -35,9 +35,9 @@ from etude.types import (
 )
 
 OBSERVATION_CHARACTERS = 20_000
-"""Longest observation: far beyond any context here, far below what a gateway refuses to read."""
+"""Longest observation: far longer than any context here, far shorter than the gateway's limit of a request."""
 PYTEST_OPTIONS = ("-x", "-q", "--no-header", "--tb=no", "-rfE", "-p", "no:cacheprovider")
-"""Say which test failed first, and leave nothing behind."""
+"""Options to report the first failing test and write no files."""
 COUNTED_AS = {
     tools.ReadFile: tools.READ,
     tools.EditFile: tools.EDIT,
@@ -48,14 +48,14 @@ COUNTED_AS = {
     tools.Submit: tools.SUBMIT,
     tools.Malformed: "malformed",
 }
-"""Kind of call → its name in the counts; ``answer`` is a ``submit`` with words."""
+"""Kind of call → its name in the counts; ``answer`` counts as ``submit``."""
 
 
 class CodingHarness:
     """Drives the model with the text tools; implements :class:`~etude.protocols.Harness`."""
 
     def __init__(self, config: CodingOptions, http: aiohttp.ClientSession) -> None:
-        """``http`` is shared by all sessions and stays the caller's to close."""
+        """``http`` is shared by all sessions; the caller closes it."""
         self._config = config
         actor = CompletionClient(http, max_tokens=config.max_tokens_per_turn, timeout_s=config.turn_timeout_s)
         summariser = CompletionClient(
@@ -69,13 +69,13 @@ class CodingHarness:
         return cls(options, context.http)
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """Work until ``submit``, the last turn (``turns``), a cut turn (``length``), a full context (``context``), or a
-        command for which there is no time (``time``).
+        """Work until ``submit``, the last turn (``turns``), a truncated turn (``length``), a full context
+        (``context``), the end of the time for commands (``time``), or damage to its sandbox (``agent_fault``).
 
-        Counts calls by the tool's word, and ``malformed``; a turn that was cut is no call. Measures ``todo_opened``
-        and ``todo_open`` (items), ``summaries`` and ``restarts`` (contexts beyond the first); where contexts start from
-        summaries and the task's answer takes facts, ``facts_seen`` and ``facts_kept``
-        (:class:`~etude.harnesses.contexts.Recall`). Raises :class:`~etude.errors.InfrastructureError` for trouble with
+        Counts calls by the name of the tool, and ``malformed``; a truncated turn does not count as a call. Measures
+        ``todo_opened`` and ``todo_open`` (items), ``summaries`` and ``restarts`` (contexts after the first); with
+        summaries, and a task whose answer needs facts, also ``facts_seen`` and ``facts_kept``
+        (:class:`~etude.harnesses.contexts.Recall`). Raises :class:`~etude.errors.InfrastructureError` for failures of
         gateway, session or sandbox.
         """
         work = _Work(self._config, task, sandbox)
@@ -94,7 +94,7 @@ class CodingHarness:
 
 
 class _Work:
-    """One session: where it stands, and what came of it so far."""
+    """The state and the results of one session."""
 
     def __init__(self, config: CodingOptions, task: Task, sandbox: Sandbox) -> None:
         self._config = config
@@ -113,12 +113,12 @@ class _Work:
         return self.context.ask(self._config.summary_request if self.window.step is Step.SUMMARISE else "")
 
     def make_room(self) -> None:
-        """There was none for the question: another one, or the same with less of the last result."""
+        """Handle a request that did not fit into the context: take another step, or shorten the last result."""
         if self.window.refused(can_shorten=self.context.can_shorten):
             self.context.shorten()
 
     async def act(self, reply: CompletionReply) -> None:
-        """Carry out what the model asked for."""
+        """Execute the call in the model's reply."""
         self._recall.show(self.context.unseen)
         if reply.finish == "length":
             self.window.stop("length")
@@ -138,14 +138,14 @@ class _Work:
         self.window.replied(reply.tokens)
 
     def summarise(self, reply: CompletionReply) -> None:
-        """Take a summary as it is: cut, empty or good, it is what the model goes on from."""
+        """Accept a summary unchanged: the model continues from it even if it is truncated or empty."""
         self._recall.show(self.context.unseen)
         self._summary = read_summary(reply.text).text
         self._recall.summarise(self._summary)
         self.window.replied(reply.tokens)
 
     def restart(self) -> None:
-        """Begin a new context."""
+        """Start a new context."""
         self.window.restarted()
         prompt = self._task.prompt
         if self._config.context == "truncate":
@@ -168,12 +168,12 @@ class _Work:
         return HarnessResult(reason=self.window.reason, counts=self._counts, answer=self._answer, measures=measures)
 
     def _parse(self, text: str) -> tools.Call:
-        """The call in a reply, if it is one of a tool that the recipe has."""
+        """The call in a reply; malformed if the recipe does not have its tool."""
         call = tools.parse_call(text)
         return tools.Malformed() if isinstance(call, tools.FindName) and not self._config.find else call
 
     async def _carry_out(self, call: tools.Call, text: str) -> str:
-        """Observation of a call that does not end the session, and of ``text`` that is none."""
+        """The observation of a call that does not end the session; ``text`` is the reply, for a malformed call."""
         match call:
             case tools.Malformed():
                 return tools.explain(text) if self._config.usage else tools.BAD_CALL
@@ -188,7 +188,7 @@ class _Work:
 
 
 async def observe(call: tools.Call, checks: Checks, sandbox: Sandbox) -> str:
-    """Execute a tool call in a sandbox; returns the agent's observation, ``bad call`` for an invalid call.
+    """Execute a tool call in a sandbox and return the observation; ``bad call`` for a call without a sandbox.
 
     Raises :class:`~etude.errors.SandboxError`.
     """
@@ -206,7 +206,7 @@ async def observe(call: tools.Call, checks: Checks, sandbox: Sandbox) -> str:
 
 
 async def _find(sandbox: Sandbox, name: str, paths: Iterable[str]) -> str:
-    """Look for a name in files as they are now."""
+    """List the files that contain a name now."""
     texts = {path: await _read(sandbox, path) for path in paths}
     return tools.list_files(name, {path: text for path, text in texts.items() if text is not None})
 
@@ -215,7 +215,7 @@ async def _read(sandbox: Sandbox, path: str) -> str | None:
     try:
         return await sandbox.read_file(path)
     except ValueError:
-        return None  # a path out of the sandbox, or no plain file: there is none for the agent
+        return None  # a path outside the sandbox, or not a plain file: no file for the agent
 
 
 async def _edit(sandbox: Sandbox, edit: tools.EditFile) -> str:
@@ -231,7 +231,7 @@ async def _edit(sandbox: Sandbox, edit: tools.EditFile) -> str:
 
 
 async def _test(sandbox: Sandbox, checks: Checks) -> str:
-    """Run what the agent may see of its tests and describe the first that fails."""
+    """Run the visible tests and describe the first failure."""
     match checks:
         case FunctionChecks():
             return await _call_visible(sandbox, checks)

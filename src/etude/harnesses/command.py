@@ -1,9 +1,9 @@
 """Harness for any agent that is a program: it runs unchanged in a sandbox and finds the model at the usual base URL.
 
-    command {prompt} … ──OpenAI or Anthropic HTTP──▶ the gateway, the one place that its sandbox may reach
+    command {prompt} … ──OpenAI or Anthropic HTTP──▶ the gateway, the only address that its sandbox may reach
 
-Owns the command line, the environment variables by which common clients find their model, and the meaning of the
-program's end. Knows nothing of the conversation: the gateway records it. Does not grade.
+Owns the command line, the environment variables with which common clients find their model, and the meaning of the
+program's exit. Does not see the conversation: the gateway records it. Does not grade.
 """
 
 import asyncio
@@ -22,28 +22,28 @@ from etude.sandboxes.folder_sandbox import ARGUMENT_LIMIT_BYTES
 from etude.types import Task
 
 SUBMIT, TIMEOUT = "submit", "timeout"
-"""Reasons of a program's end: a success code, or the time limit. Any other end is ``exit N``."""
+"""Stop reasons: an exit with a success code, and the time limit. Any other exit is ``exit N``."""
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
-"""For the gateway's answer about the queue times of a session."""
+"""Limit for the gateway's answer about the queue times of a session."""
 WAITED_SHARE = 0.1
-"""Share of the time limit. A program that timed out after its calls had waited longer than this for an engine may have
-finished otherwise, so it is tried again; the milliseconds of a normal queue are no reason to.
+"""Share of the time limit. A program that timed out after its calls had waited longer than this for an engine might
+have finished without the wait, so the rollout is retried; the milliseconds of a normal queue are no reason to retry.
 """
 LAST_CALLS, LAST_CALL_S = 20, 0.1
-"""Most requests to the gateway until the last calls are over, and the pause between them."""
+"""Largest number of requests to the gateway until the last calls have ended, and the pause between them."""
 PRINTED_CHARACTERS = 500
-"""Length of the end of a program's output that is recorded."""
+"""Recorded characters of the end of a program's output."""
 FILLED_IN = re.compile("{(" + "|".join(PLACEHOLDERS) + ")}")
 
 
 class CommandHarness:
     """Runs one program per rollout; implements :class:`~etude.protocols.Harness`.
 
-    ``workdir`` is where a sandbox's files are; a session's URL is the same inside as outside.
+    ``workdir`` is the working folder in a sandbox; a session's URL is the same inside and outside.
     """
 
     def __init__(self, config: CommandOptions, http: aiohttp.ClientSession, *, workdir: str) -> None:
-        """``http`` is shared by all sessions and stays the caller's to close."""
+        """``http`` is shared by all sessions; the caller closes it."""
         self._config = config
         self._http = http
         self._workdir = workdir
@@ -54,7 +54,7 @@ class CommandHarness:
         return cls(options, context.http, workdir=WORKDIR)
 
     async def check(self, sandbox: Sandbox) -> None:
-        """Raise :class:`~etude.errors.ConfigError` unless the program can be found in the sandbox."""
+        """Raise :class:`~etude.errors.ConfigError` if the sandbox does not have the program."""
         program = self._config.command[0]
         variables = [f"{name}={text}" for name, text in self._config.environment.items()]
         result = await sandbox.exec(["env", *variables, "sh", "-c", 'command -v -- "$0" >/dev/null', program])
@@ -65,15 +65,15 @@ class CommandHarness:
             )
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """Run the program to its end or deadline.
+        """Run the program until it exits or reaches the time limit.
 
-        The reason is ``submit`` for one of the recipe's success codes, ``timeout`` at the time limit, ``exit N`` for
-        any other end. All of these are graded, 126 and 127 as well: :meth:`check` has shown that the program can be
-        started, so they may be the exit codes of its agent's last command. Counts nothing of what the agent did.
+        The reason is ``submit`` for one of the recipe's success codes, ``timeout`` at the time limit, and ``exit N``
+        for any other exit. All of these are graded, including 126 and 127: :meth:`check` has shown that the program can
+        be started, so they may be the exit codes of its agent's last command. Does not count the agent's actions.
         Raises :class:`~etude.errors.ConfigError` for a prompt that is too long for a command line, and
-        :class:`~etude.errors.EngineUnavailable` or :class:`~etude.errors.SessionLost` if the failure may not have been
-        the model's: the gateway is gone or does not know the session, the last call found no engine, or the program
-        timed out after its calls had waited longer than ``WAITED_SHARE`` of the limit.
+        :class:`~etude.errors.EngineUnavailable` or :class:`~etude.errors.SessionLost` if the model may not be the cause
+        of a failure: the gateway is unavailable or does not know the session, the last call found no engine, or the
+        program timed out after its calls had waited longer than ``WAITED_SHARE`` of the limit.
         """
         values = {
             "prompt": task.prompt,
@@ -97,7 +97,7 @@ class CommandHarness:
         return HarnessResult(reason=reason, counts={}, printed=last_words(result))
 
     async def _check_service(self, session: Session, reason: str) -> None:
-        """Check that engines answered. The calls of a killed program end a moment after it."""
+        """Check that engines answered. The calls of a killed program end shortly after it."""
         times = await self._queue_time(session)
         for _ in range(LAST_CALLS):
             if not times["calls"]:
@@ -129,7 +129,7 @@ class CommandHarness:
 
 
 def judge_end(result: ExecResult, success_codes: tuple[int, ...]) -> str:
-    """The stop reason of a program that ended."""
+    """The stop reason of a finished program."""
     if result.timed_out:
         return TIMEOUT
     return SUBMIT if result.exit_code in success_codes else f"exit {result.exit_code}"
@@ -143,7 +143,7 @@ def last_words(result: ExecResult) -> str:
 
 
 def client_variables(base_url: str, api_key: str) -> dict[str, str]:
-    """Environment variables by which OpenAI's, Anthropic's and LiteLLM's clients find a model."""
+    """Environment variables with which the clients of OpenAI, Anthropic and LiteLLM find a model."""
     return {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,
@@ -155,12 +155,12 @@ def client_variables(base_url: str, api_key: str) -> dict[str, str]:
 
 
 def fill_in(text: str, values: Mapping[str, str]) -> str:
-    """Replace the placeholders of ``text``, once: braces in a prompt stay as they are."""
+    """Replace the placeholders of ``text`` in one pass: braces in a prompt stay unchanged."""
     return FILLED_IN.sub(lambda match: values[match[1]], text)
 
 
 def _check_length(argv: Sequence[str], task: Task) -> None:
-    """Refuse a command line that is too long, with the name of the task, which a sandbox would not give."""
+    """Refuse a command line that is too long; unlike a sandbox's error, the message names the task."""
     size_bytes = sum(len(argument.encode("utf-8", "surrogatepass")) + 1 for argument in argv)
     if size_bytes > ARGUMENT_LIMIT_BYTES:
         raise ConfigError(

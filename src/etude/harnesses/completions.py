@@ -1,7 +1,7 @@
-"""Client of one OpenAI chat completion, retried until it is answered or its time is up.
+"""Client for OpenAI chat completions that retries a call until its answer or deadline.
 
-Owns retries and the meaning of the gateway's answers. Repeating a call is safe: every attempt carries the same random
-id, by which the gateway knows a call whose answer got lost and repeats that answer. Does not know tools or tasks.
+Owns retries and the meaning of the gateway's answers. Retrying is safe: every attempt of a call has the same random id,
+with which the gateway recognises a call whose answer was lost, and repeats the answer. Does not know tools or tasks.
 """
 
 import asyncio
@@ -23,22 +23,22 @@ from etude.protocols import Session
 from etude.types import TurnKind
 
 MODEL = "policy"
-"""The name under which a gateway serves the model that is being trained."""
+"""The name of the trained model at the gateway."""
 BUSY = (429, 502, 503, 504)
-"""Statuses that mean: later. The middle ones come from proxies on the way."""
+"""HTTP statuses after which a retry may succeed; 502 and 504 come from proxies."""
 FULL = ("context_length_exceeded", "session_full")
-"""Codes of a 400 that mean: no more of this conversation, or of the whole session. To try again would not help."""
+"""Error codes of a 400 for a conversation or session that is full; a retry would not help."""
 TURN = "X-Etude-Turn"
-"""Header by which the gateway learns what a call is for; without it, it is for an action."""
+"""Header with the kind of a turn; without it, the gateway records an action."""
 PAUSES = Backoff(first_s=0.05, longest_s=2.0, jitter=0.5)
-"""Between attempts."""
+"""Pauses between attempts."""
 REQUEST_ID_BYTES = 12
-"""Randomness of a call's id: unique within its session."""
+"""Random bytes of a call's id: enough to be unique within its session."""
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
-"""The deadline of a call is ours; aiohttp's own would cut a longer one short."""
+"""Disables aiohttp's timeout, which could be shorter than the deadline of the call."""
 
 Message: TypeAlias = Mapping[Literal["role", "content"], str]
-"""One message of a conversation, as the API has it."""
+"""One message of a conversation, in the form of the API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +47,34 @@ class CompletionReply:
 
     text: str
     finish: Literal["stop", "length", "context"]
-    """It ended its turn · was cut at ``max_tokens`` · could not be asked, the conversation being too long."""
+    """The model ended its turn · reached ``max_tokens`` · was not called because the conversation is too long."""
     tokens: int = 0
-    """Length of the conversation up to the end of this reply; 0 where the reply is empty."""
+    """Tokens of the conversation up to the end of this reply; 0 if ``finish`` is ``context``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A failed attempt that must be retried."""
+    """A failed attempt that is retried."""
 
     reason: str
     pause_s: float | None = None
-    """Pause that the gateway asks for, if it does."""
+    """Pause that the gateway requests, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessContext:
-    """The run that a harness is made for, beside its own options."""
+    """Everything that a harness needs from a run, in addition to its own options."""
 
     http: aiohttp.ClientSession
-    """Shared by all sessions; stays the caller's to close."""
+    """Shared by all sessions; the caller closes it."""
     tasks: TaskConfig
     """The run's ``[tasks]``."""
     on_close: Callable[[Callable[[], Awaitable[None]]], object]
-    """Takes what is to be awaited once, when no session is left."""
+    """Registers a callback that is awaited once, after the last session."""
 
 
 class CompletionClient:
-    """Requests completions of one ``kind``; each call has ``timeout_s``, retries and pauses included."""
+    """Requests completions for turns of one ``kind``; ``timeout_s`` per call includes retries and pauses."""
 
     def __init__(
         self, http: aiohttp.ClientSession, *, max_tokens: int, timeout_s: float, kind: TurnKind = TurnKind.ACT
@@ -87,7 +87,7 @@ class CompletionClient:
     async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> CompletionReply:
         """Sample the next assistant message.
 
-        Raises :class:`~etude.errors.SessionLost` if the gateway does not know the session (any more), and
+        Raises :class:`~etude.errors.SessionLost` if the gateway does not know the session or no longer has it, and
         :class:`~etude.errors.EngineUnavailable` if it refuses the call or does not answer in time.
         """
         body = orjson.dumps(
@@ -112,7 +112,7 @@ class CompletionClient:
 
     async def _attempt(self, url: str, body: bytes, headers: Mapping[str, str]) -> CompletionReply | Trouble:
         try:
-            # Of a body of bytes aiohttp would send all at once; a context of 200k tokens is a megabyte.
+            # aiohttp would send a body of bytes all at once; a context of 200k tokens is a megabyte.
             async with self._http.post(url, data=BytesIO(body), headers=headers, timeout=NO_TIMEOUT) as response:
                 return judge_answer(response.status, response.headers.get("Retry-After"), await response.read())
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
@@ -120,7 +120,7 @@ class CompletionClient:
 
 
 def judge_answer(status: int, retry_after: str | None, body: bytes) -> CompletionReply | Trouble:
-    """Parse an HTTP response. Raises ``SessionLost`` and ``EngineUnavailable`` where retries cannot help."""
+    """Parse an HTTP response. Raises ``SessionLost`` and ``EngineUnavailable`` if a retry cannot help."""
     if status in BUSY:
         return Trouble(f"HTTP {status}", _seconds(retry_after))
     try:
@@ -141,7 +141,7 @@ def judge_answer(status: int, retry_after: str | None, body: bytes) -> Completio
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """The header's value if it is a number of seconds; dates are left to the back-off."""
+    """The value of the header if it is a number of seconds; for a date the backoff decides."""
     if retry_after is None or not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", retry_after):
         return None
     return float(retry_after)

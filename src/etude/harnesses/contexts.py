@@ -1,4 +1,4 @@
-"""Context windows: when one is full, and the messages that the next one begins with. Pure.
+"""Context windows: the decision when one is full, and the first messages of the next one. Pure.
 
     ACT ──room left──▶ ACT                                        ACT, SUMMARISE: one model call each
      │ full, or no room for the next question
@@ -6,9 +6,9 @@
      ├─ "truncate" ────────────────▶ RESTART ──▶ ACT              task, result of the last action
      └─ "grow", or no restart left ──▶ STOP
 
-Owns the decision what to ask for next (:class:`Window`), what is in one context (:class:`Context`), the to-do list that
-outlives contexts and the measure of what summaries keep. The texts are :mod:`etude.harnesses.summaries`', the calls
-:mod:`etude.harnesses.coding`'s. Knows no tokenizer: how full a context is says the gateway, with every reply.
+Owns the choice of the next step (:class:`Window`), the contents of one context (:class:`Context`), the to-do list that
+outlives contexts and the measure of the facts that summaries keep. :mod:`etude.harnesses.summaries` owns the texts,
+:mod:`etude.harnesses.coding` the calls. Needs no tokenizer: the gateway reports a context's length with every reply.
 """
 
 import re
@@ -27,11 +27,11 @@ class Step(StrEnum):
     """The next step of a harness."""
 
     ACT = "act"
-    """Ask for an action."""
+    """Request an action."""
     SUMMARISE = "summarise"
-    """Ask for a summary, in one message with the result of the last action."""
+    """Request a summary, in one message with the result of the last action."""
     RESTART = "restart"
-    """Begin a new context."""
+    """Start a new context."""
     STOP = "stop"
     """End the session."""
 
@@ -44,16 +44,16 @@ MOVES: Mapping[Step, frozenset[Step]] = MappingProxyType(
         Step.STOP: frozenset(),
     }
 )
-"""Step → what may come after it. To ask the same again, because there was no room for it, is no new step."""
+"""Step → possible next steps. Repeating a request that did not fit is not a new step."""
 
 
 @final
 class Window:
-    """Decides the next step of a harness, call by call: facts come in, :attr:`step` is the decision.
+    """Decides the next step of a harness, call by call: the methods take facts, :attr:`step` is the decision.
 
-    It asks for a summary only behind an action, whose result the model sees in the same message, so there is an action
-    between any two. It asks for none after which no call would be left to go on with. Whatever the facts, it stops
-    after ``max_turns`` answered calls, and after one that cannot be made short enough to be answered.
+    It requests a summary only after an action, in one message with the action's result, so there is an action between
+    any two summaries, and only if at least one more call is left after it. In any case it stops after ``max_turns``
+    answered calls, and after a call that cannot be shortened enough to be answered.
     """
 
     def __init__(self, config: CodingOptions) -> None:
@@ -64,10 +64,10 @@ class Window:
         self.restarts = 0
         """Number of new contexts."""
         self._calls = 0
-        self._is_fresh = True  # nothing was said in this context yet
+        self._is_fresh = True  # this context has no reply yet
 
     def replied(self, tokens: int) -> None:
-        """The call was answered; up to the end of the reply the context has ``tokens``."""
+        """Record an answered call; ``tokens`` is the length of the context with the reply."""
         self._calls += 1
         self._is_fresh = False
         if self._calls >= self._config.max_turns:
@@ -78,10 +78,10 @@ class Window:
             self._move(self._when_full() if tokens >= self._config.summary_at_tokens else Step.ACT)
 
     def refused(self, *, can_shorten: bool) -> bool:
-        """The gateway had no room for the call; whether to ask the same again with less of the last result in it.
+        """Record a call that did not fit; returns true if the caller must shorten the last result and repeat the call.
 
-        ``can_shorten`` says whether there is something to leave out. A context that is full before its trigger was
-        reached is left all the same; only one that has just begun, or is being left, is shortened.
+        ``can_shorten`` is true if the result can be shortened. A context that is full before its trigger is left as
+        usual; only in a new context, or for a summary, is the result shortened.
         """
         if self.step is Step.ACT and not self._is_fresh:
             step = self._when_full()
@@ -95,7 +95,7 @@ class Window:
         return can_shorten
 
     def restarted(self) -> None:
-        """A new context began."""
+        """Record the start of a new context."""
         self.restarts += 1
         self._is_fresh = True
         self._move(Step.ACT)
@@ -106,7 +106,7 @@ class Window:
         self._move(Step.STOP)
 
     def _when_full(self) -> Step:
-        """The step that follows a full context; ``ACT`` goes on in it."""
+        """The step after a full context; ``ACT`` continues in the same context."""
         if self._config.context == "grow" or self.restarts >= self._config.max_summaries:
             return Step.ACT
         if self._config.context == "truncate":
@@ -121,9 +121,9 @@ class Window:
 
 @final
 class Context:
-    """Context of the model: all messages since ``opening``, and the result of the last action, which it has not seen.
+    """Context of the model: all messages since ``opening``, and the result of the last action, not yet sent.
 
-    ``unseen`` is such a result from before, with which a context that was truncated begins.
+    ``unseen`` is that result from the previous context, with which a truncated context begins.
     """
 
     def __init__(self, opening: str, unseen: str = "") -> None:
@@ -133,12 +133,12 @@ class Context:
 
     @property
     def unseen(self) -> str:
-        """The result of the last action, as far as the next message shows it."""
+        """The result of the last action, as the next message shows it."""
         return self._unseen
 
     @property
     def can_shorten(self) -> bool:
-        """True if any of the unseen result can be left out."""
+        """True if the unseen result can be shortened."""
         return tools.shorten(self._unseen) is not None
 
     def ask(self, request: str = "") -> list[Message]:
@@ -146,12 +146,12 @@ class Context:
         return [*self._messages, {"role": "user", "content": self._next(request)}]
 
     def acted(self, reply: str, result: str) -> None:
-        """The model asked for an action, which came to ``result``."""
+        """Record an action: the model's reply and its result."""
         self._messages += [{"role": "user", "content": self._next()}, {"role": "assistant", "content": reply}]
         self._unseen = result
 
     def shorten(self) -> None:
-        """Leave half of the unseen result out, and say so in it."""
+        """Remove half of the unseen result and mark the cut."""
         shorter = tools.shorten(self._unseen)
         assert shorter is not None, "there is nothing to leave out: see can_shorten"
         self._unseen = shorter
@@ -168,30 +168,30 @@ class TodoList:
 
     def __init__(self) -> None:
         self.opened = 0
-        """Items there ever were."""
+        """Number of all items, including done ones."""
         self._open: dict[int, str] = {}
 
     @property
     def open_items(self) -> tuple[tuple[int, str], ...]:
-        """Number and text of the items that are not done, the oldest first."""
+        """Number and text of the open items, the oldest first."""
         return tuple(self._open.items())
 
     def add(self, text: str) -> int:
-        """Note an item; returns its number."""
+        """Add an item and return its number."""
         self.opened += 1
         self._open[self.opened] = text
         return self.opened
 
     def close(self, number: int) -> bool:
-        """Strike an item; ``False`` if there is none of this number that is open."""
+        """Mark an item as done; ``False`` if there is no open item with this number."""
         return self._open.pop(number, None) is not None
 
 
 @final
 class Recall:
-    """Counts which of the needed facts were shown before a summary, and how many of those it keeps.
+    """Counts the needed facts that the model saw before each summary, and those among them that the summary keeps.
 
-    A fact counts where it stands as it is, not as part of a longer word or number.
+    A fact must occur literally, not as part of a longer word or number.
     """
 
     def __init__(self, facts: Sequence[str]) -> None:
@@ -199,15 +199,15 @@ class Recall:
         self._patterns = [re.compile(rf"(?<!\w){re.escape(fact)}(?!\w)") for fact in facts]
         self._shown: set[re.Pattern[str]] = set()
         self.seen = 0
-        """Facts shown by the time of a summary, added up over summaries."""
+        """Facts shown before a summary, summed over summaries."""
         self.recalled = 0
-        """Facts among them that the summary has."""
+        """Facts among them that the summary contains, summed likewise."""
 
     def show(self, text: str) -> None:
-        """The model was shown ``text``."""
+        """Record a text that the model has seen."""
         self._shown.update(pattern for pattern in self._patterns if pattern.search(text))
 
     def summarise(self, summary: str) -> None:
-        """The model wrote ``summary``, and this is what it will know."""
+        """Record a summary, from which the model continues."""
         self.seen += len(self._shown)
         self.recalled += sum(1 for pattern in self._shown if pattern.search(summary))

@@ -1,9 +1,9 @@
-"""An agent whose one tool is a shell: for models that know how to write one, and nothing of étude's own tools.
+"""An agent whose only tool is a shell: for models that can use a shell but do not know étude's own tools.
 
     system message, task ──▶ model ──```bash block──▶ sandbox ──output──▶ model ──▶ … ──▶ submit
 
-Each reply has one fenced block, which ``bash`` runs in the working folder; ``submit`` alone in it ends the session.
-Owns the words and the loop. The way to the model is :mod:`etude.harnesses.completions`. Does not grade.
+Each reply has one fenced block, which ``bash`` runs in the working folder; a block with only ``submit`` ends the
+session. Owns the texts and the loop; :mod:`etude.harnesses.completions` calls the model. Does not grade.
 """
 
 import re
@@ -16,11 +16,11 @@ from etude.protocols import ExecResult, HarnessResult, Sandbox, Session
 from etude.types import Task
 
 SUBMIT, SHELL, MALFORMED = "submit", "shell", "malformed"
-"""Actions, as they are counted."""
+"""Names of actions in the counts."""
 BLOCK = re.compile(r"^```(?:bash|sh|shell)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 """A fenced block of shell."""
 OUTPUT_CHARACTERS = 16_000
-"""Most of a command's output that the model is shown: its first and its last half."""
+"""Limit of a command's output in an observation: half from its beginning and half from its end."""
 SYSTEM = """\
 You are a software engineer who works in a Linux sandbox without a network. Your only tool is a shell.
 
@@ -36,11 +36,11 @@ the change that you are asked for in the files, and try it. When you are done, a
 ```bash
 submit
 ```"""
-"""Says how to call the tool."""
+"""System message with the form of a tool call."""
 NO_BLOCK = (
     "Your answer has no block of bash, or more than one. Answer with exactly one; `submit` alone in it ends the work."
 )
-"""The observation of a reply that cannot be read."""
+"""The observation of a malformed reply."""
 
 
 class ShellHarness:
@@ -57,11 +57,11 @@ class ShellHarness:
         self._model = model
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """Work until ``submit``, the last turn (``turns``), a conversation that is too long (``context``), or a command
-        for which there is no time (``time``). A reply that was cut has no block that could be run.
+        """Work until ``submit``, the last turn (``turns``), a conversation that is too long (``context``), the end of
+        the time for commands (``time``), or damage to its sandbox (``agent_fault``). A truncated block is malformed.
 
-        Counts commands and ``malformed`` replies; measures ``tool_errors``, commands that failed or replies without
-        any. Raises :class:`~etude.errors.InfrastructureError` for trouble with gateway, session or sandbox.
+        Counts commands and ``malformed`` replies; measures ``tool_errors``: failed commands and malformed replies.
+        Raises :class:`~etude.errors.InfrastructureError` for failures of gateway, session or sandbox.
         """
         before: list[Message] = [{"role": each.role, "content": each.content} for each in task.history]
         messages: list[Message] = [
@@ -90,7 +90,7 @@ class ShellHarness:
         return HarnessResult(reason=reason, counts=counts, measures={"tool_errors": errors})
 
     async def _observe(self, command: str | None, sandbox: Sandbox) -> tuple[str, bool]:
-        """The observation of a reply, and whether the tool failed."""
+        """The observation of a reply, and true if the tool failed."""
         if command is None:
             return NO_BLOCK, True
         result = await sandbox.exec(["bash", "-c", command], timeout_s=self._options.command_timeout_s)
@@ -98,13 +98,13 @@ class ShellHarness:
 
 
 def read_command(reply: str) -> str | None:
-    """The command in a reply; ``None`` where there is not exactly one block."""
+    """The command in a reply; ``None`` if there is not exactly one block."""
     blocks = BLOCK.findall(reply if reply.endswith("\n") else reply + "\n")
     return blocks[0].strip() if len(blocks) == 1 else None
 
 
 def describe(result: ExecResult) -> str:
-    """The observation of a command: its status and what it printed, the middle of much left out."""
+    """The observation of a command: its status and its output, truncated in the middle if it is long."""
     printed = result.stdout + (f"\n[stderr]\n{result.stderr}" if result.stderr.strip() else "")
     if len(printed) > OUTPUT_CHARACTERS:
         half = OUTPUT_CHARACTERS // 2

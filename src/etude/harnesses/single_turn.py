@@ -2,7 +2,7 @@
 
     system message, conversation so far, prompt ──▶ model ──▶ reply
 
-Nothing is run: the sandbox stays empty. How a reply is compared with the right answer is a grader's affair.
+Runs no command: the sandbox stays empty. A grader compares the reply with the right answer.
 """
 
 from etude.config.rollouts import SingleTurnOptions
@@ -13,7 +13,7 @@ from etude.types import Task
 
 
 class SingleTurnHarness:
-    """Asks once; implements :class:`~etude.protocols.Harness`."""
+    """Calls the model once; implements :class:`~etude.protocols.Harness`."""
 
     @classmethod
     def open(cls, options: SingleTurnOptions, context: HarnessContext) -> "SingleTurnHarness":
@@ -26,8 +26,9 @@ class SingleTurnHarness:
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """Ask, and hand in the reply (``submit``); one that was cut (``length``), or for which the prompt left no room
-        (``context``), is none. Raises :class:`~etude.errors.InfrastructureError` for trouble with gateway or session.
+        """Call the model and submit its reply (``submit``). A truncated reply (``length``), or none because the prompt
+        fills the context (``context``), is not submitted. Raises :class:`~etude.errors.InfrastructureError` for
+        failures of gateway or session.
         """
         before: list[Message] = [{"role": each.role, "content": each.content} for each in task.history]
         messages: list[Message] = [*self._system, *before, {"role": "user", "content": task.prompt}]

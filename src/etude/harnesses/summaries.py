@@ -1,14 +1,14 @@
 """The text protocol of self-summaries: pure.
 
-    … ─▶ observation + request ─▶ scratch + summary ┊ the context starts anew ┊ task + kept state + summary ─▶ …
+    … ─▶ observation + request ─▶ scratch + summary ┊ new context ┊ task + kept state + summary ─▶ …
 
-    summarise                  what the harness asks for, behind the last observation, in the same context
-    looked at a and b, …       scratch: thoughts that are not carried over
-    summary                    a line of its own; a reply without it is a summary as a whole
+    summarise                  the harness's request, after the last observation, in the same context
+    looked at a and b, …       scratch: thoughts that are dropped
+    summary                    a line of its own; without it, the whole reply is the summary
     tax 42
 
-Owns how a summary is read out of a reply and how a context begins after it, to the letter: models are mid-trained on
-transcripts made with these functions and then meet the same text from the real harness. Does not decide when to ask.
+Owns the parsing of a summary and the exact first message of the next context: models are mid-trained on transcripts
+made with these functions and then see the same text from the real harness. Does not decide when to request a summary.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,22 @@ HEADING = "summary"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A summary that a model wrote of its own context."""
+    """A model's summary of its own context."""
 
     scratch: str
-    """Its thoughts before; dropped."""
+    """Thoughts before the summary; dropped."""
     text: str
-    """Text that it goes on from."""
+    """Text from which the model continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptState:
-    """State that the harness carries over itself, independent of the summary."""
+    """State that the harness itself carries into the next context, in addition to the summary."""
 
     summaries: int
-    """Number of times that the context started anew."""
+    """Number of restarts of the context."""
     open_items: Sequence[tuple[int, str]] = ()
-    """Number and text of the to-do items that are not done."""
+    """Number and text of the open to-do items."""
 
 
 def read_summary(reply: str) -> Summary:
@@ -48,16 +48,16 @@ def read_summary(reply: str) -> Summary:
 
 
 def ask_for_summary(observation: str, request: str) -> str:
-    """The message that asks for a summary, after the result of the last action."""
+    """The message with the result of the last action and the request for a summary."""
     return f"{observation}\n{request}" if observation else request
 
 
 def open_again(prompt: str, summary: str, state: KeptState) -> str:
-    """The first message of a context after ``kept.summaries`` summaries: task, open items and summary."""
+    """The first message of a context after ``state.summaries`` summaries: task, open items and summary."""
     items = [f"todo {number} {text}" for number, text in state.open_items]
     return "\n".join([prompt, *items, f"{HEADING} {state.summaries}", summary])
 
 
 def open_truncated(prompt: str, observation: str) -> str:
-    """The first message of a context that keeps nothing but the task and the result of the last action."""
+    """The first message of a context that keeps only the task and the result of the last action."""
     return f"{prompt}\n{observation}"

@@ -7,16 +7,16 @@
                                                                 or: FAIL tests/test_f.py::test_two - assert 3 == 4
     todo TEXT              → todo N                             an item of the list that outlives a context
     done N                 → ok                                 or: no todo
-    find NAME              → paths of the files with that word  or: no file      where a recipe switches it on
+    find NAME              → paths of the files with that word  or: no file      if the recipe enables it
     submit                 → the session ends
-    answer TEXT            → the session ends with these words
-    anything else          → bad call                           or: bad call: edit FILE N     likewise
+    answer TEXT            → the session ends with this answer
+    anything else          → bad call                           or: bad call: edit FILE N     if the recipe enables it
 
-An observation of which not all is shown ends in a line that says so: ``[cut]``. A file whose text is not all that there
-is to it, by its length or its encoding, takes no edit.
+A truncated observation ends with the line ``[cut]``. A file cannot be edited if its text is incomplete because of its
+length or encoding.
 
-Owns how calls are read and how observations are written, to the letter: models are mid-trained on transcripts made
-with these functions and then meet the same text from the real tools. Does not touch a sandbox.
+Owns the parsing of calls and the exact text of observations: models are mid-trained on transcripts made with these
+functions and then see the same text from the real tools. Does not access a sandbox.
 """
 
 import re
@@ -29,27 +29,27 @@ from etude.types import Case
 
 READ, EDIT, TEST, TODO, DONE, SUBMIT, ANSWER = "read", "edit", "test", "todo", "done", "submit", "answer"
 FIND = "find"
-"""The words that open a call."""
+"""First words of calls."""
 USAGE: Mapping[str, str] = MappingProxyType(
     {READ: f"{READ} FILE", EDIT: f"{EDIT} FILE N", TODO: f"{TODO} TEXT", DONE: f"{DONE} N", FIND: f"{FIND} NAME"}
 )
-"""Word → how the first line of its call is written, of calls with arguments."""
+"""First word → form of the first line, for calls with arguments."""
 OK, PASS, NO_FILE, NO_TESTS, BAD_EDIT, BAD_CALL = "ok", "PASS", "no file", "no tests", "bad edit", "bad call"
 NO_TODO = "no todo"
-"""Observations that never vary."""
+"""Constant observations."""
 CUT = "[cut]"
-"""The last line of an observation of which the rest is not shown."""
+"""The last line of a truncated observation."""
 SHOWN_CHARACTERS = 24
-"""Length to which a wrong result is cut: enough to recognise it, too little to fill the context."""
+"""Limit of a wrong result: enough to recognise it, too little to fill the context."""
 
 WINDOW_LINES = 24
-"""Lines that ``read FILE N`` shows: a function and its surroundings."""
+"""Number of lines that ``read FILE N`` shows: enough for a function and its surroundings."""
 REPORT_CHARACTERS = 120
-"""Length to which pytest's word on a failing test is cut."""
+"""Limit of pytest's line about a failing test."""
 
 READ_PATTERN = re.compile(rf"{READ} (\S+)(?: ([0-9]{{1,6}}))?\s*")
 REPORT_PATTERN = re.compile(r"^(?:FAILED|ERROR) (.+)$", re.MULTILINE)
-"""Line of pytest about a test at its end."""
+"""A line about a failing test in pytest's final summary."""
 EDIT_PATTERN = re.compile(rf"{EDIT} (\S+) ([0-9]{{1,6}}) *\n(.*)", re.DOTALL)
 TODO_PATTERN = re.compile(rf"{TODO} (\S.*)")
 FIND_PATTERN = re.compile(rf"{FIND} (\S+)")
@@ -63,12 +63,12 @@ class ReadFile:
 
     path: str
     first: int | None = None
-    """The line to begin with."""
+    """First line to show; ``None`` for the whole file."""
 
 
 @dataclass(frozen=True, slots=True)
 class EditFile:
-    """Tool call ``edit FILE N`` and the text for line N, which may be several lines or an empty one."""
+    """Tool call ``edit FILE N`` with the text that replaces line N: one or more lines, possibly empty."""
 
     path: str
     line: int
@@ -89,7 +89,7 @@ class FindName:
 
 @dataclass(frozen=True, slots=True)
 class OpenItem:
-    """Tool call ``todo TEXT``, of one line."""
+    """Tool call ``todo TEXT``; the text is one line."""
 
     text: str
 
@@ -106,20 +106,20 @@ class Submit:
     """Tool call ``submit``, or ``answer TEXT``: the work is done."""
 
     answer: str = ""
-    """The last words, where the task asks for some."""
+    """The answer, if the task asks for one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Text that is no valid tool call."""
+    """Text that is not a valid tool call."""
 
 
 Call: TypeAlias = ReadFile | EditFile | RunTests | FindName | OpenItem | CloseItem | Submit | Malformed
-"""Call in an assistant's message."""
+"""The call in an assistant's message."""
 
 
 def parse_call(text: str) -> Call:
-    """Parse one tool call. White space after it is ignored, nothing else is forgiven."""
+    """Parse one tool call. Trailing white space is ignored; any other deviation is malformed."""
     if match := READ_PATTERN.fullmatch(text):
         return ReadFile(match[1], None if match[2] is None else int(match[2]))
     if match := EDIT_PATTERN.fullmatch(text):
@@ -139,26 +139,28 @@ def parse_call(text: str) -> Call:
 
 
 def explain(text: str) -> str:
-    """Answer to text that is no call, saying how a call of its first word is written: ``bad call: edit FILE N``."""
+    """The observation of a malformed call with the form of a call of its first word: ``bad call: edit FILE N``."""
     usage = USAGE.get(text.partition(" ")[0])
     return f"{BAD_CALL}: {usage}" if usage else BAD_CALL
 
 
 def list_files(name: str, texts: Mapping[str, str]) -> str:
-    """Paths of the files, by path in ``texts``, that have ``name`` as a word: one a line."""
+    """Paths of the files in ``texts`` (path → text) that contain ``name`` as a word, one per line."""
     word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
     return "\n".join(path for path, text in texts.items() if word.search(text)) or NO_FILE
 
 
 def number_lines(text: str, first: int | None = None) -> str:
-    """File text with line numbers, from line ``first`` on: ``1 first line``, ``2 second line``, no last line break."""
+    """File text with line numbers: ``1 first line``, ``2 second line``, no final line break. With ``first``, only
+    ``WINDOW_LINES`` lines from there.
+    """
     numbered = [f"{number} {line}" for number, line in enumerate(_lines(text), start=1)]
     return "\n".join(numbered if first is None else numbered[max(first, 1) - 1 :][:WINDOW_LINES])
 
 
 def apply_edit(text: str, edit: EditFile) -> str | None:
-    """The file after an edit, or ``None`` if it has no such line. A last line break stays if there was one, and what
-    replaces a line that ends as on Windows ends so, too.
+    """The file after an edit, or ``None`` if it has no such line. A final line break stays, and the replacement of a
+    line with a Windows line end has Windows line ends, too.
     """
     lines = _lines(text)
     if not 1 <= edit.line <= len(lines):
@@ -177,7 +179,7 @@ def render_failure(function: str, case: Case, shown: str) -> str:
 
 
 def render_report(output: str) -> str:
-    """Output of ``test`` for the first test that fails, from pytest's."""
+    """Output of ``test`` for the first failing test, from pytest's output."""
     match = REPORT_PATTERN.search(output)
     printed = output.strip().splitlines()
     shown = match[1] if match else printed[-1] if printed else "no output"
@@ -185,12 +187,12 @@ def render_report(output: str) -> str:
 
 
 def limit(observation: str, characters: int) -> str:
-    """Cut an observation to a number of characters, with :data:`CUT` where some are missing."""
+    """Truncate an observation to a number of characters; a truncated one ends with :data:`CUT`."""
     return observation if len(observation) <= characters else f"{observation[:characters]}\n{CUT}"
 
 
 def shorten(observation: str) -> str | None:
-    """Halve an observation and add :data:`CUT`; ``None`` if it is that line alone already."""
+    """Halve an observation and add :data:`CUT`; ``None`` if nothing else is left."""
     shown = observation.removesuffix(CUT).rstrip()
     if not shown:
         return None
@@ -199,5 +201,5 @@ def shorten(observation: str) -> str | None:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as an editor counts them; only ``\\n`` breaks one, as in Python source."""
+    """Lines as an editor counts them; only ``\\n`` ends a line, as in Python source."""
     return text.removesuffix("\n").split("\n") if text else []

@@ -1,14 +1,14 @@
-"""Looking into a ledger: finding rollouts among a hundred thousand, and reading one.
+"""Read access to a ledger: search among a hundred thousand rollouts, and read one.
 
-Owns the questions of people, who read while the run goes on. The database is opened to read only, without a lease or a
-lock: a reader neither waits nor stops a writer. Does not own what a rollout is worth to the trainer
-(:mod:`etude.run.rollout_reader`) or how it is shown (:mod:`etude.dashboard.rollout_text`).
+Owns the queries of people during a run. The database is opened read-only, without a lease or a lock: a reader neither
+waits for nor blocks a writer. Does not own a rollout's use in training (:mod:`etude.run.rollout_reader`) or its display
+(:mod:`etude.dashboard.rollout_text`).
 
-**Cost.** A search reads ``catalogue``, a row of some hundred bytes for each rollout, and no record. Newest first it
-follows an index backwards and stops at its limit; any other order, and every count, reads the rows of the purpose once.
-Of rollouts that an older étude recorded the catalogue knows no tokens, turns, versions, summaries and hints, so what is
-asked of these does not find them (``Census.unlisted`` says how many). Only :meth:`Archive.rollout` and
-:meth:`Archive.group` decode records, and those only that are asked for.
+**Cost.** A search reads only ``catalogue``, which has a row of about a hundred bytes per rollout, and no record. The
+order ``NEWEST`` reads an index backwards up to the limit; any other order, and every count, reads the rows of the
+purpose once. For rollouts from an older étude, the catalogue has no tokens, turns, versions, summaries or hints, so
+conditions on these do not match them (``Census.unlisted`` counts them). Only :meth:`Archive.rollout` and
+:meth:`Archive.group` decode records, and only the requested ones.
 """
 
 import json
@@ -33,14 +33,14 @@ from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.types import Disposition, Group, ObservedSession, Rollout, RolloutStatus, Task
 
 ALIKE_CHARACTERS = 60
-"""Length of a common beginning from which reasons are counted as one."""
+"""Length of the prefix by which reasons are grouped."""
 Comparison: TypeAlias = Literal["<", "<=", "=", ">=", ">", "!="]
 """Comparison of a reward with a bound."""
 COMPARISON = re.compile(rf"\s*({'|'.join(sorted(get_args(Comparison), key=len, reverse=True))})\s*(\S+)\s*")
 
 
 def parse_comparison(text: str) -> tuple[Comparison, float]:
-    """``>=0.5`` as a comparison and a bound. Raises :class:`~etude.errors.ConfigError`."""
+    """Parse ``>=0.5`` into a comparison and a bound. Raises :class:`~etude.errors.ConfigError`."""
     match = COMPARISON.fullmatch(text)
     try:
         if match:
@@ -52,36 +52,36 @@ def parse_comparison(text: str) -> tuple[Comparison, float]:
 
 
 class RolloutOutcome(StrEnum):
-    """Outcome of a rollout, as people ask for it."""
+    """Outcome of a rollout, as a search names it."""
 
     GRADED = "graded"
-    """It has a reward; quarantined ones are among them."""
+    """It has a reward; includes quarantined rollouts."""
     FAILED = "failed"
     """A machine failed; the slot was tried again."""
     DROPPED = "dropped"
     QUARANTINED = "quarantined"
-    """Graded, and kept out of training."""
+    """Graded, but excluded from training."""
 
 
 class Order(StrEnum):
     """Order of the results."""
 
     NEWEST = "newest"
-    """The group that was admitted last."""
+    """The group admitted last is first."""
     REWARD = "reward"
-    """The highest."""
+    """The highest reward is first."""
     TOKENS = "tokens"
-    """The most sampled ones."""
+    """The most sampled tokens are first."""
     TURNS = "turns"
     STALENESS = "staleness"
-    """The oldest token, as its optimiser step saw it; those that no step has claimed come last."""
+    """The oldest token relative to its optimiser step is first; rollouts that no step has claimed are last."""
     SECONDS = "seconds"
-    """The longest."""
+    """The longest duration is first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """Conditions on rollouts; every condition must hold, and one that is not given holds of all."""
+    """Conditions on rollouts; all must hold, and an omitted one matches every rollout."""
 
     purpose: str = TRAIN
     group: int | None = None
@@ -89,26 +89,26 @@ class Search:
     reward: tuple[Comparison, float] | None = None
     outcome: RolloutOutcome | None = None
     reason: str = ""
-    """Contained in why it ended or in what its verdict is due to; small and large letters are alike."""
+    """Substring of the end reason or of the verdict's cause; case-insensitive."""
     version: int | None = None
-    """A weight version between its oldest token's and its newest one's."""
+    """Weight version from that of the oldest token to that of the newest."""
     task: str = ""
-    """Contained in the task's id or template; small and large letters are alike."""
+    """Substring of the task's id or template; case-insensitive."""
     has_summary: bool = False
     has_hint: bool = False
     hacked: bool = False
-    """Its verdict counts it as a hack, rewarded or not."""
+    """True: only rollouts whose verdict counts them as a hack, rewarded or not."""
     order: Order = Order.NEWEST
     is_reversed: bool = False
-    """The last of that order first; what has no such value stays last."""
+    """Reverse the order; rollouts without a value stay last."""
     offset: int = 0
-    """Number of results that are left out at the beginning."""
+    """Number of results to skip."""
     limit: int = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMatch:
-    """A rollout as a search finds it: what can be said without reading its record."""
+    """A search result: the data about a rollout that needs no read of its record."""
 
     rollout_id: str
     purpose: str
@@ -122,31 +122,31 @@ class RolloutMatch:
     step: int | None
     """The optimiser step that claimed its group."""
     disposition: Disposition | None
-    """``None`` where cheating was not looked for."""
+    """``None`` if no check for cheating ran."""
     cause: str
     """The reason; empty if kept."""
     traits: "Traits | None"
-    """``None`` where an older étude recorded it."""
+    """``None`` if an older étude recorded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """Traits in the catalogue of a rollout's turns."""
+    """Traits of a rollout's turns, from the catalogue."""
 
     turns: int
     summaries: int
     hints: int
     prompt_tokens: int
-    """Prompt tokens of all turns; what they share is counted each time."""
+    """Prompt tokens of all turns; a shared prefix is counted each time."""
     sampled_tokens: int
     first_version: int | None
-    """The oldest weight version that sampled some of it; ``None`` where nothing was sampled."""
+    """Oldest weight version that sampled a token; ``None`` if no token was sampled."""
     last_version: int | None
     seconds: float
 
 
 TRAITS = tuple(field.name for field in fields(Traits))
-"""In the order in which they are selected."""
+"""Field names in the order of the selected columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,21 +158,20 @@ class Census:
     outcomes: Mapping[RolloutOutcome, int]
     mean_reward: float | None
     summaries: int
-    """Rollouts with some."""
+    """Rollouts with at least one."""
     hints: int
-    """Rollouts with some."""
+    """Rollouts with at least one."""
     versions: tuple[int, int] | None
-    """The oldest and the newest weight version that sampled."""
+    """The oldest and the newest weight version that sampled a token."""
     unlisted: int
-    """Rollouts that an older étude recorded: only how they ended is known without reading them."""
+    """Rollouts from an older étude: the catalogue has only their outcome."""
 
 
 class Archive(LedgerConnection):
-    """One reader's look into a ledger; not to be shared between threads.
+    """One reader's connection to a ledger; not to be shared between threads.
 
-    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after trying again for
-    ``ledger.retry_timeout_s``, and
-    :class:`~etude.errors.DamagedError` for a record that cannot be read, or whose turns are not there.
+    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable` after retries for ``ledger.retry_timeout_s``,
+    and :class:`~etude.errors.DamagedError` for a record that cannot be read or whose turns are missing.
     """
 
     def __init__(
@@ -191,11 +190,11 @@ class Archive(LedgerConnection):
         payloads: Payloads | None = None,
         index: RecordIndex | None = None,
     ) -> Self:
-        """Look into the ledger at a path or URL (:mod:`etude.ledger.open`), without changing anything there. Turns that
-        are objects are read from ``payloads``; ``index`` is what earlier readers of the same ledger learnt.
+        """Open the ledger at a path or URL (:mod:`etude.ledger.open`) read-only. Turns that are objects are read from
+        ``payloads``; ``index`` is a cache that readers of the same ledger share.
 
-        Raises :class:`~etude.errors.RunFolderError` for a place that holds no ledger or something else, and for an
-        older étude's, which a process that writes brings forward.
+        Raises :class:`~etude.errors.RunFolderError` for a place without a ledger, and for the ledger of an older
+        étude, which a writing process must migrate.
         """
         retry_timeout_s = (config or LedgerConfig()).retry_timeout_s
         database = open_database(place, retry_timeout_s=retry_timeout_s, read_only=True)
@@ -206,45 +205,45 @@ class Archive(LedgerConnection):
         return self._db.read(_steps_done)
 
     def census(self) -> list[Census]:
-        """The contents of every purpose, training first."""
+        """The contents of each purpose, training first."""
         return sorted(self._db.read(_census), key=lambda census: (census.purpose != TRAIN, census.purpose))
 
     def reasons(self, purpose: str, limit: int) -> list[tuple[RolloutStatus, str, int]]:
-        """The most frequent reasons why rollouts of a purpose ended: how, why, how many.
+        """The most frequent reasons why rollouts of a purpose ended: status, reason, count.
 
-        Reasons that begin alike are one: a failure's goes on with what one machine said once.
+        Reasons are grouped by their first ``ALIKE_CHARACTERS``: the rest may be specific to one failure.
         """
         return self._db.read(lambda db: _reasons(db, purpose, limit))
 
     def find(self, search: Search) -> list[RolloutMatch]:
-        """The rollouts that are wanted, in their order."""
+        """The rollouts that a search matches, in its order."""
         return self._db.read(lambda db: _find(db, search, self._index))
 
     def count(self, search: Search) -> int:
-        """The number of rollouts that a search matches, whatever its offset and limit."""
+        """The number of rollouts that a search matches, regardless of its offset and limit."""
         return self._db.read(lambda db: _count(db, search, self._index))
 
     def templates(self, purpose: str, groups: Collection[int]) -> Mapping[int, str]:
-        """Template of the task of each of some groups of a purpose, by number."""
+        """Group index → template of its task, for some groups of a purpose."""
         return self._db.read(lambda db: self._index.templates(db, purpose, groups))
 
     def rollout(self, rollout_id: str) -> tuple[RolloutMatch, Rollout]:
-        """A rollout, by its id or a beginning that no other has. Raises :class:`~etude.errors.UserError`."""
+        """A rollout, by its id or a unique prefix of it. Raises :class:`~etude.errors.UserError`."""
         match, row = self._db.read(lambda db: _rollout(db, rollout_id))
         return match, whole_rollout(row, self._payloads)
 
     def group(self, purpose: str, index: int) -> Group:
-        """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
+        """A group with its graded rollouts in slot order. Raises ``ValueError`` if there is no such group."""
         (group,) = whole_groups([self._db.read(lambda db: read_group(db, purpose, index))], self._payloads)
         return group
 
     def tasks(self, purpose: str) -> list[Task]:
-        """The tasks of a purpose's groups, in order; no rollout is read."""
+        """The tasks of a purpose's groups, in order, without reading rollouts."""
         sql = "SELECT task FROM groups WHERE purpose = ? ORDER BY group_index"
         return [decode_task(record) for (record,) in self._db.read(lambda db: db.execute(sql, purpose))]
 
     def state_of(self, purpose: str, index: int) -> GroupState:
-        """The state of a group. Raises ``ValueError`` when there is no such group."""
+        """The state of a group. Raises ``ValueError`` if there is no such group."""
         return self._db.read(lambda db: rows.group(db, purpose, index)).state
 
     def step_of(self, purpose: str, index: int) -> int | None:
@@ -253,11 +252,11 @@ class Archive(LedgerConnection):
         return next((step for (step,) in self._db.read(lambda db: db.execute(sql, purpose, index))), None)
 
     def admitted(self, purpose: str) -> int:
-        """The number of groups of a purpose that were ever admitted."""
+        """The number of groups ever admitted for a purpose."""
         return self._db.read(lambda db: rows.next_index(db, purpose))
 
     def epoch(self) -> int:
-        """The newest epoch of which a group was admitted for training; 0 before there is any."""
+        """The newest epoch with a group admitted for training; 0 without any."""
         return self._db.read(rows.last_epoch)
 
     def fact(self, key: str) -> str | None:
@@ -265,19 +264,19 @@ class Archive(LedgerConnection):
         return self._db.read(lambda db: rows.get_fact(db, key))
 
     def observed(self, session_ids: Sequence[str]) -> dict[str, ObservedSession]:
-        """Live session → what is known of it and what it came to, of those that were offered."""
+        """Session id → observed live session, for those that were offered to the ledger."""
         sql = "SELECT o.record FROM json_each(?) AS r JOIN observations AS o ON o.session_id = r.value->>0"
         ids = json.dumps([[session_id] for session_id in session_ids])
         sessions = (decode_observed(record) for (record,) in self._db.read(lambda db: db.execute(sql, ids)))
         return {session.session_id: session for session in sessions}
 
     def drops(self, purpose: str) -> dict[str, int]:
-        """Reason → groups of a purpose that were dropped for it."""
+        """Reason → number of dropped groups of a purpose."""
         sql = "SELECT reason, count(*) FROM groups WHERE purpose = ? AND state = ? GROUP BY reason"
         return dict(self._db.read(lambda db: db.execute(sql, purpose, str(GroupState.DROPPED))))
 
     def drop_reason(self, purpose: str, task_id: str) -> str:
-        """Reason for which the group of a task was dropped; empty where it was not."""
+        """The reason why the last group of a task was dropped; empty if it was not."""
         sql = "SELECT reason FROM groups WHERE purpose = ? AND task_id = ? ORDER BY group_index DESC LIMIT 1"
         return next((str(reason) for (reason,) in self._db.read(lambda db: db.execute(sql, purpose, task_id))), "")
 
@@ -287,19 +286,19 @@ class StoredGroup(NamedTuple):
 
     group: rows.GroupRow
     rollouts: Sequence[rows.RolloutRow]
-    """The graded ones, in slot order."""
+    """Graded rollouts, in slot order."""
     lost: int
-    """Slots."""
+    """Number of lost slots."""
 
 
 def read_group(db: Database, purpose: str, index: int) -> StoredGroup:
-    """The rows of a group. Raises ``ValueError`` when there is no such group."""
+    """The rows of a group. Raises ``ValueError`` if there is no such group."""
     group = rows.group(db, purpose, index)
     return StoredGroup(group, rows.graded_rollouts(db, purpose, index), lost=len(rows.slots(db, purpose, group).lost))
 
 
 def whole_groups(stored: Sequence[StoredGroup], payloads: Payloads | None) -> list[Group]:
-    """Some groups with their graded rollouts. Raises as :func:`whole_rollout` does."""
+    """Groups with their graded rollouts. Raises like :func:`whole_rollout`."""
     of_all = [row for each in stored for row in each.rollouts]
     if payloads is None:
         rollouts = iter([whole_rollout(row, None) for row in of_all])
@@ -320,7 +319,7 @@ def whole_groups(stored: Sequence[StoredGroup], payloads: Payloads | None) -> li
 
 
 def whole_rollout(row: rows.RolloutRow, payloads: Payloads | None) -> Rollout:
-    """A rollout with its turns. Raises :class:`~etude.errors.DamagedError` naming an object that is not there."""
+    """A rollout with its turns. Raises :class:`~etude.errors.DamagedError` naming a missing object."""
     if row.turns is None:
         return decode_rollout(row.record)
     if payloads is None:
@@ -413,12 +412,12 @@ _FIRST: Mapping[Order, str] = {
     Order.STALENESS: "g.step - c.first_version",
     Order.SECONDS: "c.seconds",
 }
-"""The SQL of an order: what it puts first; of those that are alike the newest."""
+"""Order → SQL expression, largest first; ties are ordered by newest."""
 _NEWEST = ("c.group_index", "c.slot", "c.attempt")
 
 
 def _conditions(db: Database, search: Search, index: RecordIndex) -> tuple[str, list[Value]]:
-    """A search as SQL, and the values in it."""
+    """A search as an SQL condition and its values."""
     given: list[tuple[str, Value | None]] = [
         ("c.purpose = ?", search.purpose),
         ("c.group_index = ?", search.group),
@@ -445,7 +444,7 @@ def _conditions(db: Database, search: Search, index: RecordIndex) -> tuple[str, 
 
 
 def _escaped(text: str) -> str:
-    """Text in which no character of a pattern means anything."""
+    """Text with the special characters of SQL patterns escaped."""
     return "".join(f"!{letter}" if letter in "!%_" else letter for letter in text)
 
 
@@ -455,7 +454,7 @@ def _find(db: Database, search: Search, index: RecordIndex) -> list[RolloutMatch
     terms = [f"CASE WHEN {first} IS NULL THEN 1 ELSE 0 END", f"{first} {way}"] if first else []
     order = ", ".join([*terms, *(f"{name} {'DESC' if first else way}" for name in _NEWEST)])
     source = _FROM if search.order is Order.STALENESS else "FROM catalogue c"
-    # What is sorted is small, and only what is shown is read whole.
+    # The inner query sorts small rows; only the selected ones are read whole.
     sql = (
         f"SELECT {_COLUMNS} {_FROM} WHERE c.rollout_id IN"
         f" (SELECT c.rollout_id {source} WHERE {conditions} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}"
@@ -496,7 +495,7 @@ def _rollout(db: Database, id_or_prefix: str) -> tuple[RolloutMatch, rows.Rollou
 
 
 def _identified(db: Database, id_or_prefix: str) -> str:
-    """The whole id that is wanted or that alone begins so."""
+    """The full id for an id or a unique prefix."""
     if db.execute("SELECT 1 FROM catalogue WHERE rollout_id = ?", id_or_prefix):
         return id_or_prefix
     pattern = f"{_escaped(id_or_prefix)}%"

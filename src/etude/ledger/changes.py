@@ -1,10 +1,10 @@
-"""Every change of the ledger: what is done together in one transaction, and whether it may be done at all.
+"""Every change of the ledger, each one transaction with the checks that permit it.
 
-Owns the rules that make a run lose and repeat nothing: a task is trained on once an epoch, batches follow admission
-order, a group is consumed by exactly one step, a slot is filled by the worker that holds its group. Each function runs
-inside of one transaction, with no other writer beside it (:mod:`etude.ledger.transactions`), and may be run again when
-that is interrupted. The statements are :mod:`etude.ledger.rows`', the lives of groups and steps
-:mod:`etude.ledger.states`'.
+Owns the rules that prevent a run from losing or repeating work: a task is trained on once per epoch, batches follow
+admission order, a group is consumed by exactly one step, and a slot is filled by the worker that owns its group. Each
+function runs inside one transaction, without a concurrent writer (:mod:`etude.ledger.transactions`), and may run again
+if that is interrupted. SQL statements are in :mod:`etude.ledger.rows`, life cycles of groups and steps in
+:mod:`etude.ledger.states`.
 """
 
 import json
@@ -21,29 +21,29 @@ from etude.ledger.states import ERASURE_MOVES, STEP_MOVES, EndedAttempt, GroupSl
 from etude.types import Json, PayloadRef, Rollout, RolloutStatus, Task
 
 TRAIN = "train"
-"""The purpose of simulated groups that are trained on."""
+"""Purpose of simulated groups for training."""
 LIVE = "live"
-"""The purpose of users' sessions that are trained on, each a group of one. Any other is the label of an evaluation."""
+"""Purpose of users' sessions for training, each a group of one. Any other purpose is the label of an evaluation."""
 LOAD = "trainer.load"
-"""The fact with the weights that the trainer is to go on with, as a JSON object with an ``id`` of its own."""
+"""Key of the fact with the weights that the trainer must load next: a JSON object with its own ``id``."""
 LOADED = "trainer.loaded"
-"""The fact with the last of these that a step took, and that ``step``."""
+"""Key of the fact with the last load that a step took, and that ``step``."""
 TRAINER = "trainer"
-"""The lease of who may claim batches and commit steps."""
+"""Lease that permits claiming batches and committing steps."""
 ANY_WORKER = ""
-"""The worker of a connection that holds no lease, and of its groups."""
+"""Worker of a connection without a lease, and of its groups."""
 
 
 NO_SIGNAL = "no signal: all rewards are alike"
-"""The reason for which a group is dropped that another one is sampled for."""
+"""Reason to drop a group and sample another one instead."""
 
 
 DELETED = "deleted: its user, or the time for which sessions are kept, wanted it gone"
-"""The reason for which a live session that was not trained on is dropped later."""
+"""Reason to drop a live session later, before it is trained on."""
 ERASED_TURNS = "erased-turns."
-"""Facts under this prefix: digests of objects with turns that no row names any more, and which have yet to go."""
+"""Prefix of facts with digests of turn objects that no row references and that must still be deleted."""
 STALE = "stale: the batches that its tokens are fresh enough for are full"
-"""The reason for which a live session is dropped."""
+"""Reason to drop a live session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,37 +51,37 @@ class ErasedSession:
     """Result of erasing a live session."""
 
     is_busy: bool = False
-    """True where a step is computing with it: nothing was erased, try again once that is committed."""
+    """True if a running step uses it: nothing was erased; retry after that step's commit."""
     step: int | None = None
-    """The step that trained on it, whose weight version has that number; ``None``: none did."""
+    """The step that claimed it, also the number of its weight version; ``None``: no step."""
 
 
 class LiveAdmission(StrEnum):
-    """Result of offering a live session."""
+    """Result of an offer of a live session."""
 
     READY = "ready"
-    """Its group is there, and waits for its batch."""
+    """Its group was added and waits for a batch."""
     STALE = "stale"
-    """Its group is there, dropped: no batch will have it."""
+    """Its group was added as dropped: no batch will use it."""
     QUARANTINED = "quarantined"
-    """Its group is there, dropped because of its user."""
+    """Its group was added as dropped because its rollout is quarantined."""
     DUPLICATE = "duplicate"
     """It was offered before: nothing changed."""
 
 
 class NotAdmitted(StrEnum):
-    """Reason for which a drawn task is not admitted now."""
+    """Reason why a drawn task is not admitted now."""
 
     FULL = "full"
-    """The window is: nothing changed."""
+    """The window is full: nothing changed."""
     MOVED = "moved"
     """Another process drew in the meantime: nothing changed."""
     TRAINED = "known"
-    """It was admitted in this epoch before; the cursor is past it."""
+    """It was already admitted in this epoch; the cursor has moved past it."""
 
 
 def admit_group(db: Database, task: Task, purpose: str, group: rows.GroupRow) -> int | None:
-    """Add an open group; ``None`` when its task may not be admitted again in that epoch."""
+    """Add an open group; ``None`` if its task was already admitted for training in that epoch."""
     if purpose == TRAIN and rows.is_trained_on(db, task.task_id, group.epoch):
         return None
     index = rows.next_index(db, purpose)
@@ -90,7 +90,7 @@ def admit_group(db: Database, task: Task, purpose: str, group: rows.GroupRow) ->
 
 
 def admit_drawn(db: Database, task: Task, group: rows.GroupRow, kept_below: int) -> int | NotAdmitted:
-    """Admit for training the task that lies at ``group.position``: window, cursor and group in one."""
+    """Admit the training task at ``group.position``: check the window, move the cursor, add the group."""
     if rows.usable_groups(db, TRAIN) >= kept_below:
         return NotAdmitted.FULL
     cursor = rows.cursor(db, TRAIN)
@@ -109,11 +109,11 @@ def admit_live(
     observed: bytes,
     kept_below: int,
 ) -> LiveAdmission:
-    """Add the group of a live session with its one rollout, whose id is the session's: ready, or dropped at once as
-    stale or because its rollout is quarantined, which would take a place in a batch and teach nothing.
+    """Add the group of a live session with its one rollout, which has the session's id.
 
-    ``turns`` is the object that has its turns. The rollout of a dropped one is not written down: the session itself is
-    the product's to keep.
+    The group is ready, or dropped at once if it is stale or its rollout is quarantined: such a rollout would use a
+    place in a batch without effect. ``turns`` is the object with its turns. The rollout of a dropped group is not
+    recorded: the product stores the session itself.
     """
     session, observation = rollout.rollout_id, rollout.observation
     assert observation is not None, f"rollout {session} is of no live session"
@@ -137,10 +137,10 @@ def admit_live(
 
 
 def erase_live(db: Database, session_id: str) -> ErasedSession:
-    """Remove what a live session left: rollout, observation, and a group that no batch has. Of one that a step trained
-    on the group stays, which says that and has no content.
+    """Erase a live session's rollout and observation, and drop its group if no batch has it. If a step trained on it,
+    the group stays as a record of that, without content.
 
-    Nothing changes while a step is computing with it, which may have to be done again from the same bytes.
+    Nothing changes while a running step uses it, because that step may have to be repeated with the same bytes.
     """
     placed = rows.live_group(db, session_id)
     if placed is None:
@@ -157,14 +157,14 @@ def erase_live(db: Database, session_id: str) -> ErasedSession:
 
 
 def new_group(task: Task, size: int, version: int, worker: str) -> rows.GroupRow:
-    """A group that is about to be admitted, in its first epoch; its index is found when it is."""
+    """A group to admit, in its first epoch; the admission assigns its index."""
     return rows.GroupRow(-1, encode_task(task), size, version, GroupState.OPEN, worker, None, 1)
 
 
 def record(
     db: Database, rollout: Rollout, purpose: str, row: rows.RolloutRow, worker: str, max_resamples: int = 0
 ) -> int | None:
-    """Add an ended rollout, unless it is there; the attempt that its slot needs next, if any."""
+    """Add an ended rollout unless it exists; return the attempt that its slot needs next, if any."""
     group = _mine(db, purpose, rollout.group_index, worker)
     slots = rows.slots(db, purpose, group)
     if not slots.has(rollout.rollout_id):
@@ -180,7 +180,7 @@ def record(
 def lose_slot(
     db: Database, purpose: str, place: tuple[int, int], reason: str, worker: str, max_resamples: int = 0
 ) -> GroupState:
-    """Give up a slot, named by its group and its number there, unless it is; the state of its group afterwards."""
+    """Give up the slot at ``place`` (group, slot) unless it is lost already; return the state of its group."""
     index, slot = place
     group = _mine(db, purpose, index, worker)
     slots = rows.slots(db, purpose, group)
@@ -201,9 +201,9 @@ def drop_group(db: Database, purpose: str, index: int, reason: str, worker: str)
 
 
 def take_over(db: Database, purpose: str, silent: Sequence[Lease], worker: str) -> None:
-    """Take the open groups of workers whose leases are free and of those whose holders were found ``silent``.
+    """Take over the open groups of workers whose leases are free or whose holders are ``silent``.
 
-    A silent holder loses its lease first, unless it has spoken since: what it writes later is refused.
+    A silent holder first loses its lease, unless it sent a heartbeat since; its later writes are then rejected.
     """
     silent_by_name: Mapping[str, Lease] = {lease.name: lease for lease in silent}
     for other in rows.other_workers(db, purpose, worker):
@@ -216,7 +216,7 @@ def take_over(db: Database, purpose: str, silent: Sequence[Lease], worker: str) 
 
 
 def is_waiting(db: Database, step: int, num_groups: Mapping[str, int]) -> bool:
-    """Return true if it is the turn of a step, and its batch is not complete."""
+    """Return true if a step is next to claim, but its batch is not complete."""
     claimed = rows.step_state(db, step) is StepState.CLAIMED
     return not claimed and not _why_not(db, step) and _next_batch(db, num_groups) is None
 
@@ -224,7 +224,7 @@ def is_waiting(db: Database, step: int, num_groups: Mapping[str, int]) -> bool:
 def claim_batch(
     db: Database, step: int, num_groups: Mapping[str, int], own_lease: Lease | None
 ) -> list[tuple[str, int]] | None:
-    """Give a step its groups, a fixed number of each purpose, or the ones that it has; ``None`` while incomplete."""
+    """Claim a step's groups, a fixed number per purpose, or return those it claimed before; ``None`` if incomplete."""
     _check_trainer(db, own_lease)
     if rows.step_state(db, step) is StepState.CLAIMED:
         return rows.groups_of_step(db, step)
@@ -240,15 +240,15 @@ def claim_batch(
 
 
 def is_load_due(db: Database, step: int) -> bool:
-    """Return true if a step is one that loads weights, or is to become one: found without stopping any writer."""
+    """Return true if a step loads weights or must do so; the check does not block writers."""
     wish, loaded = _load_fact(db, LOAD), _load_fact(db, LOADED)
     return wish is not None and (loaded is None or loaded["id"] != wish["id"] or loaded["step"] == step)
 
 
 def claim_load(db: Database, step: int, own_lease: Lease | None) -> dict[str, Json] | None:
-    """Make a step one that loads weights and trains on no group, if that is asked for; return what it loads.
+    """Make a step load weights and train on no group, if a load is requested; return that load.
 
-    A step that took a load gets the same one again; ``None`` for one that is, or may become, a step of groups.
+    A step that took a load gets the same one again; ``None`` for a step that trains, or may train, on groups.
     """
     loaded = _load_fact(db, LOADED)
     state = rows.step_state(db, step)
@@ -272,7 +272,7 @@ def _load_fact(db: Database, key: str) -> dict[str, Json] | None:
 
 
 def commit_step(db: Database, step: int, own_lease: Lease | None) -> None:
-    """Consume the groups of a step, and commit the cursor as far as everything before it is settled."""
+    """Consume the groups of a step, and commit the cursor up to the first unsettled group."""
     _check_trainer(db, own_lease)
     state = rows.step_state(db, step)
     if state is None:
@@ -284,7 +284,7 @@ def commit_step(db: Database, step: int, own_lease: Lease | None) -> None:
 
 
 def _mine(db: Database, purpose: str, index: int, worker: str) -> rows.GroupRow:
-    """A group, which is this worker's to fill."""
+    """The group if this worker may fill it. Raises :class:`~etude.errors.FencedError` otherwise."""
     group = rows.group(db, purpose, index)
     if group.worker not in (ANY_WORKER, worker):
         raise FencedError(
@@ -296,10 +296,10 @@ def _mine(db: Database, purpose: str, index: int, worker: str) -> rows.GroupRow:
 def _settle(
     db: Database, purpose: str, group: rows.GroupRow, slots: GroupSlots, reason: str, max_resamples: int
 ) -> GroupState:
-    """Move an open group on when its slots say so; ``reason`` is why it would be dropped.
+    """Update an open group's state from its slots; ``reason`` is recorded if it is dropped.
 
-    One that is complete and has no signal is dropped, too, so that another one takes its place, but for no more than
-    ``max_resamples`` groups between two batches. It is decided here and now: a group that was ready once stays so.
+    A complete training group without a signal is also dropped, so that another one replaces it, but at most
+    ``max_resamples`` groups between two batches. This decision is made only here: a ready group stays ready.
     """
     state = slots.state
     if (
@@ -329,7 +329,7 @@ def _check_fits(rollout: Rollout, group: rows.GroupRow, slots: GroupSlots) -> No
 
 
 def _why_not(db: Database, step: int) -> str:
-    """The reason for which it is not the turn of a step to claim; empty when it is."""
+    """The reason why a step is not next to claim; empty if it is."""
     last = rows.last_step(db)
     if step != last + 1:
         return f"step {last + 1} is next"
@@ -337,7 +337,7 @@ def _why_not(db: Database, step: int) -> str:
 
 
 def _next_batch(db: Database, num_groups: Mapping[str, int]) -> dict[str, int] | None:
-    """Purpose → the last of its first unused groups in admission order; ``None`` while one of all is not ready."""
+    """Purpose → index of the batch's last group in admission order; ``None`` while any group of it is not ready."""
     last: dict[str, int] = {}
     for purpose, number in num_groups.items():
         unused = rows.unused_groups(db, purpose, number)
@@ -349,7 +349,7 @@ def _next_batch(db: Database, num_groups: Mapping[str, int]) -> dict[str, int] |
 
 
 def _check_trainer(db: Database, own_lease: Lease | None) -> None:
-    """Only the holder of the lease may train; while it is free, every process may."""
+    """Raise an error if another process holds the trainer's lease; while it is free, any process may train."""
     lease = rows.lease(db, TRAINER)
     if not lease.is_free and (own_lease is None or own_lease.name != TRAINER):
         raise FencedError(f"{lease.holder} holds the right to train: stop that process first")

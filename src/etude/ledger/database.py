@@ -1,13 +1,13 @@
 """The database protocol of the ledger.
 
-Owns the protocol and the two ways in which a database fails, temporarily and permanently. The databases are
+Owns the protocol and the two kinds of database failure, temporary and permanent. The databases are
 :mod:`etude.ledger.sqlite` and :mod:`etude.ledger.postgres`; retries are in :mod:`etude.ledger.transactions`.
 
-**Why no SQL library.** The ledger is forty SQL statements that both databases understand. They differ in the mark of a
-parameter and three names of types, which one function in :mod:`etude.ledger.postgres` translates. SQLAlchemy Core would
-hide that for twelve times the processor time in SQLite (0.5 instead of 0.04 ms for the most frequent query, whether a
-batch is due) and four to nine times in PostgreSQL. The hard part, knowing whether a transaction was committed whose
-connection broke, would still be ours.
+**Why no SQL library.** The ledger has forty SQL statements that both databases understand. The dialects differ in the
+parameter placeholder and three type names, which one function in :mod:`etude.ledger.postgres` translates. SQLAlchemy
+Core would hide this at twelve times the processor time in SQLite (0.5 instead of 0.04 ms for the most frequent query:
+is a batch due?) and four to nine times in PostgreSQL. The hard part would remain ours: to find out if a transaction was
+committed although its connection broke.
 """
 
 from typing import Any, Protocol, TypeAlias
@@ -15,17 +15,17 @@ from typing import Any, Protocol, TypeAlias
 from etude.errors import InfrastructureError
 
 Value: TypeAlias = int | float | str | bytes | None
-"""A value of a column."""
+"""A column's value."""
 Row: TypeAlias = tuple[Any, ...]
-"""A selected row; the types are the columns'."""
+"""A selected row; its columns determine the types."""
 
 
 class Interrupted(Exception):
-    """The database is temporarily unavailable: locked, full, restarting or out of reach. Worth another try."""
+    """The database is temporarily unavailable: locked, full, restarting or unreachable. A retry may succeed."""
 
 
 NOTHING_THERE = "nothing has been recorded there yet: start the run, or look into another one"
-"""Message for a reader where there is no ledger yet."""
+"""Message for a reader if there is no ledger yet."""
 
 
 class LedgerUnavailable(InfrastructureError):
@@ -35,10 +35,10 @@ class LedgerUnavailable(InfrastructureError):
 class Database(Protocol):
     """One connection to a ledger's database, for one thread.
 
-    A statement has ``?`` for each value and no other question mark; ``json_each(?)`` gives the rows of a JSON array,
-    each in the column ``value``, and ``value->>0`` is the first element of one, as text. Outside of a transaction each
-    statement is a transaction of its own. Every method raises :class:`Interrupted` for a temporary fault, after which
-    the next call reconnects if it must, and :class:`~etude.errors.DamagedError` for a permanent one.
+    A statement has ``?`` for each value and no other question mark. ``json_each(?)`` gives the rows of a JSON array,
+    each in the column ``value``; ``value->>0`` is the first element of a row, as text. Outside a transaction, each
+    statement is its own transaction. Every method raises :class:`Interrupted` for a temporary fault, after which the
+    next call reconnects if necessary, and :class:`~etude.errors.DamagedError` for a permanent fault.
     """
 
     @property
@@ -49,24 +49,24 @@ class Database(Protocol):
         """The rows of one statement."""
 
     def begin(self) -> None:
-        """Start an exclusive transaction: no other that :meth:`begin` started on this ledger runs before its end, so
-        what it reads stays true.
+        """Start an exclusive transaction: no other transaction from :meth:`begin` on this ledger runs until it ends, so
+        the data that it reads stay valid.
         """
 
     def commit(self) -> None:
-        """Commit what was written since :meth:`begin`. If this is interrupted, ask :meth:`committed`."""
+        """Commit all writes since :meth:`begin`. If this is interrupted, call :meth:`committed`."""
 
     def committed(self) -> bool:
-        """True if the transaction whose :meth:`commit` was interrupted was committed after all."""
+        """Return true if the transaction whose :meth:`commit` was interrupted was committed."""
 
     def rollback(self) -> None:
-        """Undo what was written since :meth:`begin`; raises nothing, also without a transaction."""
+        """Undo all writes since :meth:`begin`; raises nothing, even without a transaction."""
 
     def version(self) -> int:
-        """The version of the tables; 0 when there are none."""
+        """The version of the tables; 0 if there are none."""
 
     def set_version(self, version: int) -> None:
-        """Set the version of the tables, as a part of the transaction."""
+        """Set the version of the tables within the transaction."""
 
     def scrub(self) -> None:
         """Overwrite deleted data, as far as the database can; not within a transaction."""

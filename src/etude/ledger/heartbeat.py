@@ -1,12 +1,12 @@
-"""Ledger connections that hold a lease: taken, kept up by a thread, given back.
+"""Ledger connections that hold a lease: they take it, renew it in a thread, and release it.
 
-    take ──▶ beat, beat, beat … (a thread with a connection of its own) ──▶ release
+    take ──▶ beat, beat, beat … (a thread with its own connection) ──▶ release
 
-Owns the waiting for a lease and its heartbeats; who may have it is decided in :mod:`etude.ledger.leases`.
+Owns the wait for a lease and its heartbeats; :mod:`etude.ledger.leases` decides who may hold it.
 
 - consumes: nothing
 - produces: heartbeats
-- waits for: a quarter of a term, then again; for the lease at first, at most ``WAIT_TERMS`` terms
+- waits for: a quarter of a term between heartbeats; at the start for the lease, at most ``WAIT_TERMS`` terms
 - woken by: time; the end of the context
 - on shutdown: the thread ends and the lease is released, so that a successor need not wait
 """
@@ -25,18 +25,18 @@ from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 
 WAIT_TERMS = 2.0
-"""Terms after which another holder's lease is not waited for any more: that one lives."""
+"""Maximum wait for another holder's lease, in terms; after this time the holder is alive."""
 
 
 @contextmanager
 def leased(
     place: Path | str, config: LedgerConfig, *, name: str, holder: str, payloads: Payloads | None = None
 ) -> Iterator[Ledger]:
-    """A ledger connection that holds the lease ``name``, for as long as the context is open; its turns are in
-    ``payloads`` as :meth:`Ledger.open` says.
+    """A ledger connection that holds the lease ``name`` while the context is open; ``payloads`` is as in
+    :meth:`Ledger.open`.
 
-    ``holder`` is the name under which a predecessor, known to be dead, may have held it. Raises
-    :class:`~etude.errors.RunFolderError` when another holder lives.
+    ``holder`` is also the name under which a dead predecessor may still hold the lease. Raises
+    :class:`~etude.errors.RunFolderError` if another holder is alive.
     """
     with Ledger.open(place, config, payloads=payloads) as ledger:
         lease = _wait(ledger, config, name, holder)
@@ -48,7 +48,7 @@ def leased(
         finally:
             stop.set()
             beating.join(config.lease_s)
-            with suppress(FencedError, LedgerUnavailable):  # lost already, or it will be found silent
+            with suppress(FencedError, LedgerUnavailable):  # lost already, or others will see it silent
                 ledger.leases.release()
 
 
@@ -64,7 +64,7 @@ def _wait(ledger: Ledger, config: LedgerConfig, name: str, holder: str) -> Lease
 
 
 def _beat(place: Path | str, config: LedgerConfig, lease: Lease, stop: threading.Event) -> None:
-    """Say that the holder lives, until told to stop or the lease is lost: its next write will tell the holder."""
+    """Send heartbeats until ``stop`` is set or the lease is lost; the holder's next write then raises the error."""
     with suppress(FencedError):
         while not stop.is_set():
             with suppress(LedgerUnavailable), Ledger.open(place, config) as ledger:

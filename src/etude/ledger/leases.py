@@ -1,22 +1,22 @@
-"""Leases: exclusive rights of processes, and when a silent holder may be relieved of one.
+"""Leases: exclusive rights of processes, and the rules for removing one from a silent holder.
 
     free ──take──▶ held ──beat──▶ held ──release──▶ free
                     ▲              ├──relieve──────▶ free     silent for a term
                     └─────take─────┘                          by its own name, or silent for a term
 
-**Safety** rests on tokens alone. A lease's token rises whenever it is taken or taken away, and never falls. Every
-transaction of a holder first reads the token, under the lock that orders all writes of a ledger, and is refused if it
-is not the holder's: however long a holder was stopped, cut off or wrong about time, what it writes after losing its
-lease is never kept.
+**Safety** depends on tokens alone. A lease's token increases whenever the lease is taken or removed, and never
+decreases. Each transaction of a holder first reads the token, under the lock that orders all writes of a ledger, and is
+rejected if the token is not the holder's. However long a holder was stopped, disconnected or wrong about time, no write
+after the loss of its lease is stored.
 
-**Expiry** is only about not disturbing the living, so no clock of two machines is ever compared, and none that can be
-set is read. A holder counts its heartbeats up; who wants the lease watches that number and adds up, by its own
-monotonic clock, for how long it did not move. A watcher that was itself stopped, or that could not reach the ledger,
-learns nothing from the time it missed: between two looks at most a quarter of a term counts. Jumps of the time of day
-change nothing on either side, and so do restarts of the database.
+**Expiry** only avoids disturbing live holders, so clocks of different machines are never compared, and no adjustable
+clock is read. A holder increments its heartbeats; a process that waits for the lease watches that number and adds up,
+on its own monotonic clock, how long it did not change. Time in which the watcher itself was stopped or could not reach
+the ledger does not count: between two looks at most a quarter of a term is added. Changes of the time of day and
+restarts of the database have no effect.
 
-**One's own name** is taken back at once. A holder is named by its machine and run folder, and what vouches for that
-name (:mod:`etude.run.folder`) has seen the predecessor die. Should that be wrong, the token holds.
+**A holder's own name** gets the lease back at once. A holder is named by its machine and run folder, and
+:mod:`etude.run.folder` ensures that the predecessor of that name is dead. If it is not, the token still protects.
 
 Pure: rows and ``now`` in, decisions out.
 """
@@ -27,19 +27,19 @@ from dataclasses import dataclass, replace
 from etude.errors import FencedError
 
 NO_HOLDER = ""
-"""The holder of a lease that is free."""
+"""Holder of a free lease."""
 BEATS_PER_TERM = 4
-"""Heartbeats in the time after which silence counts as death: three may be lost."""
+"""Heartbeats per term, the time after which a silent holder counts as dead: three may be lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A right that one process holds at a time, as the ledger knows it."""
+    """A right that one process holds at a time, as recorded in the ledger."""
 
     name: str
     holder: str = NO_HOLDER
     token: int = 0
-    """Fencing token: counts how often it was taken or taken away; it stays when the lease is released."""
+    """Fencing token: how often the lease was taken or removed; a release does not change it."""
     beats: int = 0
     """Heartbeats of its holder."""
 
@@ -50,7 +50,7 @@ class Lease:
 
 
 def take(lease: Lease, holder: str, *, silent: bool) -> Lease | None:
-    """The lease in the hands of ``holder``; ``None`` while another one lives, which is unless it is ``silent``."""
+    """The lease held by ``holder``; ``None`` if another holder has it and is not ``silent``."""
     if not lease.is_free and lease.holder != holder and not silent:
         return None
     return replace(lease, holder=holder, token=lease.token + 1, beats=0)
@@ -68,7 +68,7 @@ def beat(lease: Lease, mine: Lease) -> Lease:
 
 
 def release(mine: Lease) -> Lease:
-    """The lease after its holder, proven, let go of it."""
+    """The lease after its release; :func:`prove` must have verified its holder."""
     return replace(mine, holder=NO_HOLDER)
 
 
@@ -83,18 +83,18 @@ def prove(lease: Lease, mine: Lease) -> None:
 
 
 class LeaseWatch:
-    """The leases of others as one process has seen them: it knows which holders are silent."""
+    """One process's observations of other leases, which show the silent holders."""
 
     def __init__(self, term_s: float) -> None:
         self._term_s = term_s
         self._seen: dict[str, tuple[Lease, float]] = {}
-        """Name → the lease at the last look, and for how many watched seconds it has not changed."""
+        """Name → the lease at the last look, and the watched seconds without a change."""
         self._last_s: float | None = None
 
     def silent(self, leases: Iterable[Lease], now_s: float) -> frozenset[str]:
-        """The names of those among ``leases`` whose holders were silent for a term; forgets all that are not named.
+        """The names of those ``leases`` whose holders were silent for a term; removes all other leases from the record.
 
-        Meant to be asked more often than ``term_s / BEATS_PER_TERM``; with longer pauses it takes longer to be sure.
+        Call it more often than every ``term_s / BEATS_PER_TERM``; with longer pauses detection takes longer.
         """
         missed_s = 0.0 if self._last_s is None else now_s - self._last_s
         watched_s = min(max(0.0, missed_s), self._term_s / BEATS_PER_TERM)

@@ -1,12 +1,12 @@
-"""The durable state of a run: which groups exist, what became of them, which step trained on them.
+"""The durable state of a run: its groups, their outcomes, and the steps that trained on them.
 
-Owns every decision that must survive ``kill -9`` of any process: a task is trained on once an epoch, batches follow
-admission order, a group is consumed by exactly one optimiser step, and the dataset cursor commits with it. One
-database, shared by all processes of a run; each call is one short transaction (well under a millisecond where it is
-embedded), so the calls are synchronous. A call is kept once or not at all, whatever happens to the connection.
+Owns every decision that must survive ``kill -9`` of any process: a task is trained on once per epoch, batches follow
+admission order, a group is consumed by exactly one optimiser step, and the dataset cursor commits with it. All
+processes of a run share one database. Each call is one short transaction (well under a millisecond if embedded), so
+calls are synchronous. A call takes effect once or not at all, even if the connection fails.
 
-Does not own how many groups to admit (:mod:`etude.rollouts.admission`) or what is made of them
-(:mod:`etude.trainer.batching`). What is done in each transaction is in :mod:`etude.ledger.changes`.
+Does not own the number of groups to admit (:mod:`etude.rollouts.admission`) or their use in training
+(:mod:`etude.trainer.batching`). The content of each transaction is in :mod:`etude.ledger.changes`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,37 +36,37 @@ from etude.protocols import Clock
 from etude.types import Group, Json, PayloadRef, Rollout, RolloutStatus, Split, Task
 
 READ_AT_ONCE = 16
-"""Groups that are read together: their turns are on the way at the same time."""
+"""Groups that are read together: their turns are fetched concurrently."""
 MAX_REPEATS = 10_000
-"""Tasks in a row that were all admitted before in their epoch: the family has nothing new to offer."""
+"""Maximum consecutive tasks that were admitted before in their epoch; then the family has no new tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDraw:
-    """A training task as it is drawn: the ledger admits each pair of these once."""
+    """A drawn training task; the ledger admits each pair of task and epoch once."""
 
     task: Task
     epoch: int = 1
-    """Time, from 1, that the task is drawn in this run."""
+    """Count, from 1, of the draws of this task in this run."""
     weight: float = 1.0
     """Importance weight of the task, as of :class:`~etude.types.Group`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSlot:
-    """A place in a group that still needs a graded rollout, and the attempt to make next."""
+    """A slot of a group that needs a graded rollout, and its next attempt."""
 
     task: Task
     group_index: int
     slot: int
     attempt: int
     admitted_version: int = 0
-    """Every engine served this weight version, or a later one, when the group was admitted: no token may be older."""
+    """Weight version that every engine served, or a later one, at the group's admission: no token may be older."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """Number of groups of one purpose in each state, and of committed optimiser steps."""
+    """Number of groups of one purpose per state, and of committed optimiser steps."""
 
     open: int
     ready: int
@@ -75,10 +75,10 @@ class RunProgress:
     dropped: int
     steps_done: int
     drawn: int
-    """The dataset cursor: position of the next training task to be drawn."""
+    """The dataset cursor: position of the next training task to draw."""
     committed: int
-    """The dataset cursor of the last committed step: every draw before it was trained on, dropped or passed over. Who
-    starts from that step's checkpoint without this ledger goes on here.
+    """The dataset cursor of the last committed step: every earlier draw was trained on, dropped or skipped. A run from
+    that step's checkpoint without this ledger continues here.
     """
 
     @property
@@ -88,7 +88,7 @@ class RunProgress:
 
     @property
     def usable(self) -> int:
-        """Groups that were or will be used: all but the dropped."""
+        """Groups that were or will be used: all except dropped ones."""
         return self.open + self.complete
 
     @property
@@ -100,9 +100,8 @@ class RunProgress:
 class Ledger(LedgerConnection):
     """One process's connection to the ledger of a run; not to be shared between threads.
 
-    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after trying again for
-    ``ledger.retry_timeout_s``; any that writes :class:`~etude.errors.FencedError`, when this connection held a lease
-    that another process has now.
+    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable` after retries for ``ledger.retry_timeout_s``;
+    any write may raise :class:`~etude.errors.FencedError` if this connection held a lease and lost it.
     """
 
     def __init__(
@@ -126,12 +125,12 @@ class Ledger(LedgerConnection):
         *,
         payloads: Payloads | None = None,
     ) -> Self:
-        """Open the ledger at a path or URL (:mod:`etude.ledger.open`), making it when there is none.
+        """Open the ledger at a path or URL (:mod:`etude.ledger.open`); create it if there is none.
 
-        Turns of rollouts are kept in ``payloads`` and read from there; without these they are kept in the rows, so that
-        a ledger is one file. Those that are in rows are read in either case.
+        Turns of rollouts are stored in ``payloads``; without it, they are stored in the rows, so that a ledger is one
+        file. Turns in rows are readable in either case.
 
-        Raises :class:`~etude.errors.RunFolderError` for a place that holds something else.
+        Raises :class:`~etude.errors.RunFolderError` for a place that contains something else.
         """
         config = config or LedgerConfig()
         database = open_database(place, retry_timeout_s=config.retry_timeout_s)
@@ -139,8 +138,8 @@ class Ledger(LedgerConnection):
         return cls(transactions, term_s=config.lease_s, clock=clock or SystemClock(), payloads=payloads)
 
     def admit_group(self, task: Task, purpose: str, size: int, version: int) -> int | None:
-        """Open a group of ``size`` slots and return its index; ``None`` if the task was admitted for training before.
-        A task for training is admitted in its first epoch.
+        """Open a group of ``size`` slots, in the first epoch, and return its index; ``None`` if the task was already
+        admitted for training.
 
         ``version`` is the newest weight version that every engine serves at this moment.
         """
@@ -151,12 +150,12 @@ class Ledger(LedgerConnection):
     def admit_next(
         self, draw: Callable[[int], TaskDraw], *, size: int, version: int, kept_below: int
     ) -> list[OpenSlot] | None:
-        """Admit the next training task that is new in its epoch; return its slots, ``None`` while the window is full.
+        """Admit the next training task that is new in its epoch; return its slots, or ``None`` if the window is full.
 
-        ``draw`` gives the task at a position of the training data; it is called outside of the transaction that then
-        checks the window, moves the cursor and opens the group, all or nothing. So of several processes none admits
-        beyond ``kept_below`` groups, no task is skipped and none drawn twice. ``version`` is the newest weight version
-        that every engine serves at this moment. Raises :class:`~etude.errors.ConfigError` when nothing new is drawn.
+        ``draw`` gives the task at a position of the training data. It is called outside the transaction, which then
+        checks the window, moves the cursor and opens the group, all or nothing. So several processes together never
+        admit beyond ``kept_below`` groups, skip a task or draw one twice. ``version`` is the newest weight version
+        that every engine serves at this moment. Raises :class:`~etude.errors.ConfigError` if there is no new task.
         """
         for _ in range(MAX_REPEATS):
             position = self._db.read(lambda db: rows.cursor(db, TRAIN)).drawn
@@ -177,11 +176,10 @@ class Ledger(LedgerConnection):
         )
 
     def open_slots(self, purpose: str) -> list[OpenSlot]:
-        """Every slot of an open group that is neither graded nor lost, in admission order: what is left to do.
+        """Every slot of an open group that is neither graded nor lost, in admission order: the remaining work.
 
-        A connection that holds a lease gets its own groups only, among them those that it takes over now: free ones,
-        those of workers whose leases were released, and of those whose holders have been silent for a term of such
-        calls.
+        A connection that holds a lease gets only its own groups and those without a worker. It first takes over the
+        groups of workers whose leases are free or whose holders were silent for a term of such calls.
         """
         worker = self.leases.worker
         if worker != ANY_WORKER:
@@ -194,13 +192,13 @@ class Ledger(LedgerConnection):
     def record(
         self, rollout: Rollout, purpose: str, turns: PayloadRef | None = None, *, max_resamples: int = 0
     ) -> int | None:
-        """Keep an ended rollout; return the attempt its slot needs next, or ``None`` when it needs no more.
+        """Record an ended rollout; return the attempt that its slot needs next, or ``None`` if it needs no more.
 
-        ``turns`` are what ``turns.stow`` made of its turns, which is called here otherwise: what a row names is there.
-        With the last slot the group is ready; a training group whose rewards are all alike is dropped instead, for at
-        most ``max_resamples`` groups between two batches. An infrastructure failure leaves the slot open. Recording the
-        same rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot
-        that is graded or lost already, an attempt out of turn, or dropped while its group is not.
+        ``turns`` is the result of ``turns.stow``, which is otherwise called here, so that a row's object always exists.
+        The last slot makes the group ready; a training group whose rewards are all alike is dropped instead, at most
+        ``max_resamples`` groups between two batches. An infrastructure failure leaves the slot open. Recording the same
+        rollout again changes nothing. Raises ``ValueError`` if the rollout does not fit: no such slot, a slot that is
+        already graded or lost, an attempt that is not due, or a dropped rollout of a group that is not dropped.
         """
         turns = turns or self.turns.stow(rollout)
         row = rows.RolloutRow(encode_rollout(rollout, with_turns=turns is None), turns)
@@ -208,7 +206,7 @@ class Ledger(LedgerConnection):
         return self._db.write(lambda db: changes.record(db, rollout, purpose, row, worker, max_resamples))
 
     def lose_slot(self, purpose: str, index: int, slot: int, reason: str, *, max_resamples: int = 0) -> GroupState:
-        """Give up a slot whose attempts are used up; return what its group is now.
+        """Give up a slot that has no attempts left; return the new state of its group.
 
         A group is ready when all its slots are graded or lost, and dropped as soon as fewer than
         :func:`~etude.ledger.states.quorum` can still be graded. ``max_resamples`` is as in :meth:`record`.
@@ -218,42 +216,44 @@ class Ledger(LedgerConnection):
         return self._db.write(lambda db: changes.lose_slot(db, purpose, place, reason, worker, max_resamples))
 
     def drop_group(self, purpose: str, index: int, reason: str) -> None:
-        """Give up an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
+        """Drop an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
         self._db.write(lambda db: changes.drop_group(db, purpose, index, reason, self.leases.worker))
 
     def claim_batch(self, step: int, num_groups: int, live_groups: int = 0) -> list[Group] | None:
         """The groups of an optimiser step: the first ``num_groups`` unused ones and the first ``live_groups`` of users'
         sessions, or ``None`` while one is unfinished.
 
-        Strictly in admission order, which is what bounds staleness. A step that claimed its batch before gets the very
-        same groups again. A step may claim while the weights of the one before are still being published, not earlier:
-        raises ``ValueError`` for any other step than the one after the last claimed, and when two are not committed.
+        The strict admission order bounds staleness. A step that claimed its batch before gets the same groups again. A
+        step may claim while the previous step's weights are still being published, but not earlier: raises
+        ``ValueError`` for any step other than the one after the last claimed, and if two would be uncommitted.
         """
         batch = {TRAIN: num_groups, LIVE: live_groups}
         if not any(batch.values()):
             raise ValueError(f"step {step} cannot claim a batch: it has no group")
         if self._db.read(lambda db: changes.is_waiting(db, step, batch)):
-            return None  # the common answer, found without stopping any writer
+            return None  # the common case, which does not block writers
         places = self._db.write(lambda db: changes.claim_batch(db, step, batch, self._db.lease))
         return None if places is None else self.turns.read_groups(places)
 
     def batch(self, step: int) -> list[Group]:
-        """The groups that a step claimed, as :meth:`claim_batch` gave them to it; none for a step that has not."""
+        """The groups that a step claimed with :meth:`claim_batch`; none if it has not claimed."""
         return self.turns.read_groups(self._db.read(lambda db: rows.groups_of_step(db, step)))
 
     def commit_step(self, step: int) -> None:
-        """Mark a claimed step done, its groups consumed and the dataset cursor committed as far as they reach.
+        """Mark a claimed step as done and its groups as consumed, and commit the dataset cursor.
 
-        To be called once the step's weights are published. Raises ``ValueError`` for a step that is not claimed.
+        Call it once the step's weights are published. Raises ``ValueError`` for a step that is not claimed.
         """
         self._db.write(lambda db: changes.commit_step(db, step, self._db.lease))
 
     def resampled(self, step: int) -> int:
-        """Groups without a signal that were dropped between the batch before and that of a claimed step."""
+        """The number of groups without a signal that were dropped between the previous batch and that of a claimed
+        step.
+        """
         return self._db.read(lambda db: rows.resampled_before(db, step, changes.NO_SIGNAL))
 
     def task_outcomes(self, first: int = 0) -> list[TaskOutcome]:
-        """The outcome of each training group from index ``first`` on, so far, in admission order."""
+        """The current outcome of each training group from index ``first`` on, in admission order."""
         return self._db.read(lambda db: rows.task_outcomes(db, first))
 
     def progress(self, purpose: str = TRAIN) -> RunProgress:
@@ -263,12 +263,12 @@ class Ledger(LedgerConnection):
         return RunProgress(**{str(name): count for name, count in (zeros | counts).items()})
 
     def rollout_counts(self, purpose: str) -> dict[RolloutStatus, int]:
-        """The number of rollouts of a purpose that ended in each way, every way named."""
+        """Status → number of rollouts of a purpose, zeros included."""
         counts = self._db.read(lambda db: rows.rollout_counts(db, purpose))
         return {status: counts.get(status, 0) for status in RolloutStatus}
 
     def group(self, purpose: str, index: int) -> Group:
-        """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
+        """A group with its graded rollouts in slot order. Raises ``ValueError`` if there is no such group."""
         (group,) = self.turns.read_groups([(purpose, index)])
         return group
 
@@ -287,43 +287,43 @@ class Ledger(LedgerConnection):
 
 
 class Facts:
-    """Small things to remember about a run, by key."""
+    """Small values that a run records, by key."""
 
     def __init__(self, transactions: Transactions) -> None:
         self._db = transactions
 
     def set(self, key: str, value: str) -> None:
-        """Remember a fact, replacing what was known under ``key``."""
+        """Record a fact; replaces the previous value of ``key``."""
         self._db.write(lambda db: rows.set_fact(db, key, value))
 
     def get(self, key: str) -> str | None:
-        """The fact that was last recorded under ``key``."""
+        """The fact last recorded under ``key``."""
         return self._db.read(lambda db: rows.get_fact(db, key))
 
 
 class Loads:
-    """Weights that the trainer is asked to go on with (the fact :data:`~etude.ledger.changes.LOAD`)."""
+    """Weights that the trainer is requested to load (the fact :data:`~etude.ledger.changes.LOAD`)."""
 
     def __init__(self, transactions: Transactions) -> None:
         self._db = transactions
 
     def claim(self, step: int) -> dict[str, Json] | None:
-        """The load that a step does instead of training on groups; ``None`` for a step of groups. A step that took one
-        before gets the same one again.
+        """The load that a step performs instead of training; ``None`` for a step that trains on groups. A step that
+        took a load gets the same one again.
 
-        Raises ``ValueError`` for any other step than the one after the last claimed.
+        Raises ``ValueError`` for any step other than the one after the last claimed.
         """
         if self._db.read(lambda db: changes.is_load_due(db, step)):
             return self._db.write(lambda db: changes.claim_load(db, step, self._db.lease))
         return None
 
     def count(self, version: int) -> int:
-        """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
+        """The number of steps up to a published version that loaded weights and trained on no group."""
         return self._db.read(lambda db: rows.steps_without_groups(db, version))
 
 
 class Leases:
-    """The leases of a ledger, as one connection sees them; it holds at most one itself."""
+    """The leases of a ledger for one connection, which holds at most one."""
 
     def __init__(self, transactions: Transactions, *, term_s: float, clock: Clock) -> None:
         self._db = transactions
@@ -333,17 +333,17 @@ class Leases:
 
     @property
     def worker(self) -> str:
-        """The name of the lease that this connection holds; groups that it admits are filled under that name."""
+        """The name of this connection's lease, which is the worker of the groups that it admits."""
         return ANY_WORKER if self._db.lease is None else self._db.lease.name
 
     def look(self, name: str) -> Lease:
-        """The lease as the ledger has it."""
+        """The lease as recorded in the ledger."""
         return self._db.read(lambda db: rows.lease(db, name))
 
     def take(self, name: str, holder: str) -> Lease | None:
-        """Take a lease; ``None`` while another holder lives, which is known after a term of such calls.
+        """Take a lease; ``None`` if another holder has it, until that holder was silent for a term of such calls.
 
-        From then on every write of this connection proves it first. Raises ``ValueError`` when it holds one already.
+        Every later write of this connection checks it first. Raises ``ValueError`` if the connection already holds one.
         """
         if self._db.lease is not None:
             raise ValueError(f"this connection holds the lease {self._db.lease.name!r}: open another one for {name!r}")
@@ -353,11 +353,11 @@ class Leases:
         return self._db.lease
 
     def beat(self, mine: Lease) -> None:
-        """Say that the holder of a lease lives. Raises :class:`~etude.errors.FencedError` when it is lost."""
+        """Send a heartbeat for a lease. Raises :class:`~etude.errors.FencedError` if it is lost."""
         self._db.write(lambda db: rows.put_lease(db, leases.beat(rows.lease(db, mine.name), mine)))
 
     def release(self) -> None:
-        """Let go of the lease, so that no successor has to wait for its silence."""
+        """Release the lease, so that a successor does not have to wait for a term."""
         mine = self._db.lease
         if mine is not None:
             self._db.write(lambda db: rows.put_lease(db, leases.release(mine)))
@@ -398,7 +398,7 @@ def _open_slots(db: Database, purpose: str, worker: str) -> list[OpenSlot]:
 
 
 def _opening(group: rows.GroupRow) -> Callable[..., OpenSlot]:
-    """The slots of a group, whose task is decoded once."""
+    """A constructor for the slots of a group; it decodes the task once."""
     return partial(
         OpenSlot,
         task=decode_task(group.task),

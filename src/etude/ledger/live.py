@@ -13,7 +13,7 @@ from etude.types import NamedChecks, ObservedSession, PayloadRef, Rollout, Split
 
 
 class LiveGroups:
-    """Admits, reads and erases live sessions over one connection."""
+    """Admission, reads and erasure of live sessions over one connection."""
 
     def __init__(self, transactions: Transactions, turns: StoredTurns) -> None:
         self._db = transactions
@@ -22,9 +22,9 @@ class LiveGroups:
     def admit(self, rollout: Rollout, observed: ObservedSession, *, version: int, kept_below: int) -> LiveAdmission:
         """Offer a live session with its reward: its group is ready at once, or dropped as stale or quarantined.
 
-        One transaction checks that the session is new, compares ``kept_below`` with the live groups that are kept, and
-        writes group, rollout and observation. So a session is trained on at most once, however often it is offered and
-        whichever process dies meanwhile. ``version`` is the oldest that sampled a token of it.
+        One transaction checks that the session is new, compares the usable live groups with ``kept_below``, and writes
+        group, rollout and observation. So a session is trained on at most once, even if it is offered repeatedly or a
+        process dies. ``version`` is the oldest weight version that sampled a token of it.
         """
         observation = observed.observation
         task = live_task(observed.session_id, observation.template)
@@ -33,15 +33,15 @@ class LiveGroups:
         return self._db.write(lambda db: changes.admit_live(db, group, rollout, turns, encoded, kept_below))
 
     def observed(self, limit: int, *, before_step: int | None = None) -> list[ObservedSession]:
-        """The newest live sessions, oldest first; with ``before_step`` only those that earlier steps claimed."""
+        """The newest live sessions, oldest first; with ``before_step``, only those that earlier steps claimed."""
         records = self._db.read(lambda db: rows.observed_records(db, limit, before_step)) if limit else []
         return [decode_observed(record) for record in records]
 
     def erase(self, session_id: str) -> ErasedSession:
-        """Remove all traces of a live session, its turns in the payloads included, even if processes die meanwhile; see
-        :func:`~etude.ledger.changes.erase_live`. Has to be called again while a step computes with the session.
+        """Remove all traces of a live session, including its turns in the payloads, even if processes die; see
+        :func:`~etude.ledger.changes.erase_live`. While a running step uses the session, call it again later.
 
-        Routes and masks of its turns were removed when the step that learnt from it was committed, or are removed now.
+        Routes and masks of its turns are removed at the commit of the step that trains on it, or here.
         """
         payloads, bulky = self._turns.payloads, self._bulky_of(session_id)
         erased = self._db.write(lambda db: changes.erase_live(db, session_id))
@@ -53,7 +53,7 @@ class LiveGroups:
         return erased
 
     def of_user(self, user: str) -> list[str]:
-        """Ids of the offered live sessions of a user, by pseudonym."""
+        """Ids of a user's offered live sessions; ``user`` is a pseudonym."""
         return self._db.read(lambda db: rows.sessions_of_user(db, user))
 
     def _bulky_of(self, session_id: str) -> list[PayloadRef]:
@@ -66,7 +66,7 @@ class LiveGroups:
 
 
 def live_task(session_id: str, template: str) -> Task:
-    """The task of a live session: its prompt is in its turns, and no grader will be called."""
+    """The task of a live session: its prompt is in its turns, and no grader runs."""
     checks = NamedChecks(grader=LIVE)
     return Task(
         task_id=session_id, family=LIVE, template=template, split=Split.TRAIN, prompt="", files={}, checks=checks

@@ -1,11 +1,11 @@
-"""The place of a ledger: a file, or a schema of a PostgreSQL database.
+"""The location of a ledger: a file, or a schema of a PostgreSQL database.
 
     runs/quickstart-s0/ledger.db                              a path: SQLite, for the processes of one machine
     postgresql://etude@db.example:5432/runs#quickstart_s0_3f  a URL: PostgreSQL, for any number of runs and machines
 
-The fragment names the schema, one for each run: their tables never meet, an étude of tomorrow can migrate its runs
-beside those of today, and a run is forgotten by dropping its schema. A URL has no password in it (``[ledger]`` refuses
-one): libpq finds it in ``PGPASSWORD`` or ``~/.pgpass``.
+The fragment names the schema, one per run: runs share no tables, a newer étude can migrate its runs beside older ones,
+and dropping the schema deletes a run. A URL contains no password (``[ledger]`` rejects one): libpq reads it from
+``PGPASSWORD`` or ``~/.pgpass``.
 """
 
 import re
@@ -22,21 +22,21 @@ from etude.ledger.sqlite import SqliteDatabase
 from etude.ledger.transactions import retry
 
 SCHEMES = ("postgresql", "postgres")
-"""Schemes of URLs that lead to PostgreSQL."""
+"""URL schemes of PostgreSQL."""
 SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,62}")
-"""A name that PostgreSQL takes without quotes."""
+"""Names that PostgreSQL accepts without quotes."""
 LONGEST_LABEL = 40
-"""Letters of a run's name that its schema keeps."""
+"""Maximum characters of a run's name in its schema's name."""
 
 
 def open_database(
     place: Path | str, *, retry_timeout_s: float, read_only: bool = False, tables: Schema = LEDGER
 ) -> Database:
-    """Connect to a database of ``tables``, trying again for ``retry_timeout_s``, and make or migrate them.
+    """Connect to a database, with retries for ``retry_timeout_s``, and create or migrate its ``tables``.
 
-    With ``read_only`` nothing is ever written there. Raises :class:`~etude.errors.RunFolderError` for what holds
-    something else or a newer ledger, then also for none or an older one, :class:`~etude.errors.ConfigError` where the
-    client library is missing and :class:`~etude.ledger.database.LedgerUnavailable`.
+    With ``read_only`` nothing is written. Raises :class:`~etude.errors.RunFolderError` for other content or a newer
+    ledger, and with ``read_only`` also for a missing or older one; :class:`~etude.errors.ConfigError` if the client
+    library is missing; and :class:`~etude.ledger.database.LedgerUnavailable`.
     """
     opening: Callable[[], Database]
     if not is_url(place):
@@ -56,18 +56,18 @@ def open_database(
 
 
 def is_url(place: Path | str) -> bool:
-    """Return true if a place is a URL and not a path."""
+    """Return true if a place is a URL, not a path."""
     return isinstance(place, str) and place.partition("://")[0] in SCHEMES
 
 
 def public(url: str) -> str:
-    """A server's URL without whatever could be secret: who asks, how, and a password that should not be there."""
+    """A server's URL without its possibly secret parts: user, password and parameters."""
     parts = urlsplit(url)
     return f"postgresql://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def place_of_run(url: str, label: str) -> str:
-    """A place for a new run's ledger in a database: a schema of its own, which ``label`` lets people find."""
+    """A location for a new run's ledger in a database: a new schema with a readable name from ``label``."""
     readable = re.sub(r"[^a-z0-9]+", "_", label.lower())[:LONGEST_LABEL]
     return f"{url}#etude_{readable}_{secrets.token_hex(4)}"
 

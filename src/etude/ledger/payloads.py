@@ -1,28 +1,28 @@
-"""Bulky parts of rollouts, as objects beside the ledger: files, or in a bucket.
+"""Large parts of rollouts, stored as objects beside the ledger: in files or in a bucket.
 
     payloads/turns/81/81d0…7e.safetensors   the turns of a rollout (:mod:`etude.ledger.turns`); metadata: its id
-    payloads/3f/3f9a…c2.safetensors         routes and sampling mask of one turn; metadata: the session it is from
+    payloads/3f/3f9a…c2.safetensors         routes and sampling mask of one turn; metadata: its session
 
-All are named by the SHA-256 of their bytes, which are compressed by zstd (those that are not are read as they are);
-everything between handles a :class:`~etude.types.PayloadRef`: 64 characters of digest and a size.
+Objects are named by the SHA-256 of their bytes, compressed by zstd (uncompressed ones can also be read). All other code
+handles a :class:`~etude.types.PayloadRef`: 64 characters of digest and a size.
 
-**Turns** are written once, by the rollouts process, before a row of the ledger names them, and stay for as long as one
-does. **Routes and masks**, kilobytes per token of a large model, are written by the gateway and read by the trainer;
-they go when the step that learnt from them is committed.
+**Turns** are written once, by the rollouts process, before a row of the ledger references them, and are kept while a
+row does. **Routes and masks**, kilobytes per token for a large model, are written by the gateway and read by the
+trainer; they are removed when the step that trained on them is committed.
 
-A turn reads again what the turns before it read. Its object has the routes of the tokens that are new in it; those
-before are of the turn that it goes on from. In memory the routes of a branch are one array, which those of its turns
-are views of, so that storage and memory grow with what was read, not with the square of it.
+A turn's prompt repeats the tokens of earlier turns. Its object has only the routes of its new tokens; the earlier ones
+are in the turn that it continues. In memory the routes of a branch are one array, and its turns have views of it, so
+storage and memory grow linearly with the tokens read, not quadratically.
 
-Owns the objects' form, their verification and removal. Does not own where they are kept and whether a write outlives a
-power cut (:mod:`etude.objects`), what routes mean or whether they fit a model (:class:`~etude.types.RouteSpace`). A
-write is complete or absent after ``kill -9`` of any process.
-
-Where only sampled tokens are replayed, it has the routes of the tokens that produced these alone, under another name: a
-prompt is most of what an agent's turn reads, and the way to the trainer may be long. What was left out comes back as
+If only sampled tokens are replayed, an object has, under another name, only the routes of the tokens that produced
+them: the prompt is most of an agent's turn, and the network to the trainer may be slow. Omitted routes are read as
 ``NO_ROUTE``.
 
-Array legend: P prompt tokens of a turn, C sampled tokens of a turn, R rows of routes that its object has.
+Owns the format, verification and removal of objects. Does not own their storage and its durability
+(:mod:`etude.objects`), nor the meaning of routes and their match with a model (:class:`~etude.types.RouteSpace`). A
+write is complete or absent after ``kill -9`` of any process.
+
+Array legend: P prompt tokens of a turn, C sampled tokens of a turn, R rows of routes in its object.
 """
 
 import hashlib
@@ -44,40 +44,40 @@ from etude.objects import Objects
 from etude.types import NO_ROUTE, PayloadRef, Routes, SamplingMask, Turn
 
 ROUTES, KEPT_OFFSETS, KEPT_IDS = "routes", "kept_offsets", "kept_ids"
-"""Names of the tensors: uint16 [R, layers, k] of the last R tokens that were read, int64 [C + 1], int32 [Σ kept]."""
+"""Names of the tensors: uint16 [R, layers, k] of the last R tokens read, int64 [C + 1], int32 [Σ kept]."""
 SAMPLED_ROUTES = "sampled_routes"
-"""In place of ``ROUTES``: uint16 [C, layers, k] of the tokens that produced the sampled ones."""
+"""Replaces ``ROUTES``: uint16 [C, layers, k] of the tokens that produced the sampled ones."""
 TURNS = "turns"
 """Folder of the objects with turns."""
 _READERS, _ALONE = 16, 4
-"""Payloads that are read at a time, and the fewest for which threads are started."""
+"""Maximum concurrent reads of payloads, and the minimum number of payloads for which threads start."""
 _Question = TypeVar("_Question")
 _Answer = TypeVar("_Answer")
 
 
 class Payloads:
-    """The payloads of one run; any number of processes may use them at a time. Safe to share between threads.
+    """The payloads of one run, for any number of processes; safe to share between threads.
 
-    Every method raises :class:`~etude.errors.InfrastructureError` when the storage does not do its part.
+    Every method raises :class:`~etude.errors.InfrastructureError` if the storage fails.
     """
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
 
     def at_once(self, read: Callable[[_Question], _Answer], questions: Sequence[_Question]) -> list[_Answer]:
-        """The answers of ``read``, several of which are waited for at a time where each takes a round trip."""
+        """The results of ``read`` for all ``questions``; concurrent if each takes a network round trip."""
         if len(questions) < _ALONE or "://" not in self._objects.url:
             return [read(one) for one in questions]
         with ThreadPoolExecutor(_READERS) as pool:
             return list(pool.map(read, questions))
 
     def stow(self, turn: Turn, session: str, stored: int = 0, *, sampled_only: bool = False) -> Turn:
-        """The same turn with a reference in place of its routes and sampling mask, which are stored.
+        """Store a turn's routes and sampling mask; return the turn with a reference instead of them.
 
-        The first ``stored`` rows of its routes are left out: all that an earlier turn of the conversation has, from
-        which this one goes on. With ``sampled_only`` those of its whole prompt but the last token are. A turn that has
-        neither comes back as it is. ``session`` goes into the object, so that equal turns of one session share it and
-        those of two sessions do not: either rollout can be done with before the other.
+        The first ``stored`` rows of its routes are omitted, because an earlier turn, which this one continues, has
+        them. With ``sampled_only``, the rows of all prompt tokens but the last are omitted. A turn with neither routes
+        nor mask is returned unchanged. ``session`` is part of the object, so that equal turns of one session share it
+        but those of two sessions do not: each session's objects can be removed independently.
         """
         arrays = _arrays(turn, stored, sampled_only=sampled_only)
         if not arrays:
@@ -90,7 +90,7 @@ class Payloads:
         return self._put(encode_turns(turns, rollout_id), _turns_key)
 
     def fetch_turns(self, ref: PayloadRef) -> tuple[Turn, ...]:
-        """The turns that :meth:`stow_turns` was given, with references to their routes and masks.
+        """The turns that :meth:`stow_turns` stored, with references to their routes and masks.
 
         Raises :class:`~etude.errors.DamagedError` naming the object.
         """
@@ -100,11 +100,10 @@ class Payloads:
             raise DamagedError(f"{self._name(ref, _turns_key)} cannot be read: {error}; {_FIX}") from error
 
     def fetch(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
-        """The turns that :meth:`stow` was given: all those of a rollout, in their order, stowed or not.
+        """The turns that :meth:`stow` stored, for all turns of a rollout in order; some may have no payload.
 
-        Routes that were left out on purpose are ``NO_ROUTE``.
-
-        Raises :class:`~etude.errors.DamagedError` naming the object.
+        Routes that ``sampled_only`` omitted are ``NO_ROUTE``. Raises :class:`~etude.errors.DamagedError` naming the
+        object.
         """
         payloads = self.at_once(self._read, [turn.payload for turn in turns])
         sampled_only = any(SAMPLED_ROUTES in arrays for arrays in payloads)
@@ -122,7 +121,7 @@ class Payloads:
         return ref
 
     def _get(self, ref: PayloadRef, key_of: "_KeyOf") -> bytes:
-        """The content of an object, which has its digest."""
+        """The content of an object, after a check of its digest."""
         data, name = self._objects.get(key_of(ref)), self._name(ref, key_of)
         if data is None:
             raise DamagedError(f"{name} is missing; {_FIX}")
@@ -152,14 +151,14 @@ class Payloads:
             raise DamagedError(f"{self._name(ref, _key)} is of another turn: {error}; {_FIX}") from error
 
     def drop(self, refs: Iterable[PayloadRef]) -> None:
-        """Remove routes and masks that will not be read again; those that are gone already are no fault."""
+        """Remove routes and masks that will not be read again; missing ones are not an error."""
         self._objects.delete(*dict.fromkeys(map(_key, refs)))
 
     def delete(self, digest: str, named: "NamedTurns") -> bool:
-        """Remove the turns of that digest for good, unless a row names them still; returns whether none did.
+        """Delete the turns of a digest unless a row references them; return true if none did.
 
-        ``named`` is the ledger's (:meth:`~etude.ledger.stored_turns.StoredTurns.named`): the row forgets them first. A
-        bucket that keeps versions of objects keeps this one, too, until its own rules remove it.
+        ``named`` is the ledger's (:meth:`~etude.ledger.stored_turns.StoredTurns.named`): remove the reference from the
+        row first. A bucket with object versions keeps this one until its own rules remove it.
         """
         if named([digest]):
             return False
@@ -167,11 +166,11 @@ class Payloads:
         return True
 
     def sweep(self, in_use: Callable[[], Iterable[PayloadRef]], named: "NamedTurns", *, older_than_s: float) -> int:
-        """Remove what has been there for so many seconds and nothing refers to; returns how many objects that were.
+        """Remove unreferenced objects older than ``older_than_s``; return the number of removed objects.
 
-        Routes and masks are referred to by what is ``in_use``, turns by rows that have ``named`` them; both are asked
-        only where there are objects of that age, by the storage's own time. A rollout is recorded when it ends, so that
-        has to take less time. What writers that were killed left half written goes, too.
+        ``in_use`` gives the referenced routes and masks, ``named`` the referenced turns; both are called only if there
+        are objects of that age, by the storage's own clock. A rollout is recorded when it ends, so it must take less
+        time. Incomplete writes of killed writers are also removed.
         """
         entries = self._objects.entries("")
         before_s = self._objects.now() - older_than_s if entries else 0.0
@@ -186,12 +185,12 @@ class Payloads:
         return len(unused) + self._objects.remove_partial(older_than_s)
 
     def _name(self, ref: PayloadRef, key_of: "_KeyOf") -> str:
-        """A payload in messages."""
+        """A payload's name in messages."""
         return f"payload {self._objects.url}/{key_of(ref)}"
 
 
 NamedTurns = Callable[[Sequence[str]], Collection[str]]
-"""Filters digests of turns: those that rows of the ledger refer to."""
+"""Filter of turn digests that rows of the ledger reference."""
 _KeyOf = Callable[[PayloadRef], str]
 
 
@@ -221,10 +220,10 @@ def _arrays(turn: Turn, stored: int, *, sampled_only: bool) -> dict[str, npt.NDA
 def _joined(
     turns: Sequence[Turn], fresh: Sequence[Routes | None], *, sampled_only: bool = False
 ) -> list[Routes | None]:
-    """The routes of all that each turn read, of which ``fresh`` [R, layers, k] are the last ones.
+    """The routes of all tokens that each turn read, of which ``fresh`` [R, layers, k] are the last.
 
-    Each branch is put together once, for the last of its turns; the others get views of it. Where rows are missing that
-    no earlier turn has, they stay missing; with ``sampled_only`` they are ``NO_ROUTE``.
+    Each branch is assembled once, for its last turn; the other turns get views of it. Rows that no earlier turn has
+    stay missing; with ``sampled_only`` they are ``NO_ROUTE``.
     """
     above = _continued(turns, fresh) if sampled_only else _predecessors(turns, fresh)
     whole: list[Routes | None] = [None] * len(turns)
@@ -246,7 +245,7 @@ def _joined(
 
 
 def _continued(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[int | None]:
-    """For each turn the newest earlier one that it goes on from; ``None`` for none, and where it has no rows."""
+    """For each turn, the newest earlier turn that it continues; ``None`` if there is none or the turn has no rows."""
     shapes = [None if rows is None else rows.shape[1:] for rows in fresh]
     return [
         next(
@@ -264,9 +263,9 @@ def _continued(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[in
 
 
 def _predecessors(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[int | None]:
-    """For each turn the earlier one that has all rows that its own lack; ``None``: they lack none, or no turn has."""
+    """For each turn, the earlier turn with all rows that it lacks; ``None`` if it lacks none or no turn has them."""
     above: list[int | None] = []
-    complete: dict[tuple[int, ...], list[int]] = {}  # by the shape of all their rows, oldest first
+    complete: dict[tuple[int, ...], list[int]] = {}  # shape of all rows → turns, oldest first
     for index, (turn, rows) in enumerate(zip(turns, fresh, strict=True)):
         place = None
         if rows is not None:
@@ -280,5 +279,5 @@ def _predecessors(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list
 
 
 def _rows_read(turn: Turn) -> int:
-    """A row for every token but the last one that was sampled."""
+    """The number of rows: one per token except the last sampled one."""
     return turn.length - 1

@@ -1,10 +1,10 @@
-"""A server's database, for runs on any number of machines: one schema of PostgreSQL for each run.
+"""The PostgreSQL database of a ledger, for runs on any number of machines: one schema per run.
 
-``begin`` takes a lock that is named after the schema, so that the transactions of a run go one after the other and
-those of different runs side by side; reads take none. It also notes the transaction's number: whether a transaction is
-kept whose connection broke is a question that PostgreSQL answers by that number (``pg_xact_status``).
+``begin`` takes a lock named after the schema, so that the transactions of one run are serial and those of different
+runs concurrent; reads take no lock. It also stores the transaction's number: if the connection breaks, PostgreSQL can
+tell by that number if the transaction was committed (``pg_xact_status``).
 
-Needs psycopg 3, an extra of étude.
+Needs psycopg 3, an optional dependency of étude.
 """
 
 import re
@@ -29,32 +29,32 @@ except ImportError as missing:
     ) from missing
 
 CONNECT_TIMEOUT_S = 5
-"""Timeout of one try to connect."""
+"""Timeout of one connection attempt."""
 LOCK_TIMEOUT_S = 30.0
-"""Longest wait of one call for another process's transaction; those take milliseconds."""
+"""Maximum wait of one call for another process's transaction, which takes milliseconds."""
 SETTINGS = {
     "statement_timeout": "60s",
-    "idle_in_transaction_session_timeout": "10s",  # of a process that was stopped in the middle: others go on
+    "idle_in_transaction_session_timeout": "10s",  # for a process stopped mid-transaction: others continue
 }
-"""Nothing that the server does for us is unbounded."""
+"""Time limits for the server's work."""
 NETWORK = {
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 15_000,  # ms
 }
-"""Seconds after which a server that went away without a word counts as lost."""
+"""TCP settings, in seconds unless noted, that detect a server which disappeared without closing the connection."""
 TYPES = {"INTEGER": "BIGINT", "REAL": "DOUBLE PRECISION", "BLOB": "BYTEA"}
-"""Types as the migrations say them → as PostgreSQL does."""
+"""Type in the migrations → type in PostgreSQL."""
 TYPE = re.compile(rf"\b({'|'.join(TYPES)})\b")
 ROWS, POSTGRES_ROWS = "json_each(?)", "json_array_elements(CAST(? AS json))"
-"""The rows of a JSON array, each in the column ``value``, as statements say it and as PostgreSQL does."""
+"""The rows of a JSON array, each in the column ``value``: as in statements, and in PostgreSQL."""
 VERSION_TABLE = "schema_version"
-"""Holds one row: the version of the tables beside it."""
+"""Table with one row: the version of the tables in the schema."""
 
 
 class PostgresDatabase:
-    """One connection to the schema of a run, made again when it is lost."""
+    """One connection to the schema of a run; it reconnects after a loss."""
 
     def __init__(
         self, server: str, schema: str, *, retry_timeout_s: float, read_only: bool = False, tables: Schema = LEDGER
@@ -68,17 +68,17 @@ class PostgresDatabase:
         self._lock = int.from_bytes(digest, "big", signed=True)
         self._db: psycopg.Connection[Row] | None = None
         self._transaction = ""
-        """The number of the last transaction that was begun."""
+        """Number of the last transaction begun."""
 
     @classmethod
     def open(
         cls, server: str, schema: str, *, retry_timeout_s: float, read_only: bool = False, tables: Schema = LEDGER
     ) -> Self:
-        """Connect, and make or migrate the tables.
+        """Connect, and create or migrate the tables.
 
-        ``server`` is a URL as libpq takes it. With ``read_only`` nothing is written: a schema that is missing or of an
-        older étude is refused, too. Raises :class:`~etude.errors.ConfigError` when the server refuses us,
-        :class:`~etude.errors.RunFolderError` for a schema that is not ours or of a newer étude, and
+        ``server`` is a URL in libpq's format. With ``read_only`` nothing is written: a missing schema, or one of an
+        older étude, is also rejected. Raises :class:`~etude.errors.ConfigError` if the server rejects the connection,
+        :class:`~etude.errors.RunFolderError` for a schema that is not ours or is from a newer étude, and
         :class:`~etude.ledger.database.Interrupted`.
         """
         try:
@@ -99,7 +99,7 @@ class PostgresDatabase:
 
     @property
     def name(self) -> str:
-        """The URL without whatever could be secret."""
+        """The URL without its possibly secret parts."""
         return f"{public(self._server)}#{self._schema}"
 
     def execute(self, statement: str, *values: Value) -> list[Row]:
@@ -108,49 +108,47 @@ class PostgresDatabase:
         return cursor.fetchall() if cursor.description else []
 
     def begin(self) -> None:
-        """Take the lock of the schema and note the number of the transaction."""
+        """Take the lock of the schema and store the transaction's number."""
         cursor = self._sent(f"BEGIN; SELECT pg_advisory_xact_lock({self._lock}), pg_current_xact_id()::text")
         cursor.nextset()
         ((_, self._transaction),) = cursor.fetchall()
 
     def commit(self) -> None:
-        """Keep what was written."""
+        """Commit all writes."""
         self._sent("COMMIT")
 
     def committed(self) -> bool:
-        """Return true if the last transaction is kept; :class:`Interrupted` while the server itself does not know
-        yet.
-        """
+        """Return true if the last transaction was committed; :class:`Interrupted` while the server cannot tell."""
         try:
             ((status,),) = self.execute("SELECT pg_xact_status(CAST(? AS xid8))", self._transaction)
-        except errors.InvalidParameterValue:  # from its future: a standby took over that never heard of it
+        except errors.InvalidParameterValue:  # a future number: a standby without this transaction took over
             return False
         if status not in ("committed", "aborted"):
             raise Interrupted(f"its last transaction is {status or 'forgotten'}")
         return bool(status == "committed")
 
     def rollback(self) -> None:
-        """Forget what was written; a lost connection has done so."""
+        """Undo all writes; the loss of a connection has the same effect."""
         if self._db is not None:
             with suppress(Interrupted, psycopg.Error):
                 self._sent("ROLLBACK")
 
     def version(self) -> int:
-        """The version of the tables; 0 when there are none."""
+        """The version of the tables; 0 if there are none."""
         rows = self.execute(f"SELECT version FROM {VERSION_TABLE}")
         return int(rows[0][0]) if rows else 0
 
     def set_version(self, version: int) -> None:
-        """Note the version of the tables."""
+        """Set the version of the tables."""
         self.execute(f"DELETE FROM {VERSION_TABLE}")
         self.execute(f"INSERT INTO {VERSION_TABLE} (version) VALUES (?)", version)
 
     def scrub(self) -> None:
-        """Vacuum the tables: no query finds what was deleted. The server's own log and backups are its keeper's."""
+        """Vacuum the tables: no query finds deleted data. The server's log and backups are its administrator's task."""
         self._sent(f"VACUUM {', '.join(f'{self._schema}.{table}' for table in sorted(self._tables()))}")
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._db is not None:
             self._db.close()
             self._db = None
@@ -169,7 +167,7 @@ class PostgresDatabase:
             raise
 
     def _match(self) -> None:
-        """Make the schema and its table of versions, unless they are there."""
+        """Create the schema and its version table unless they exist."""
         if VERSION_TABLE in self._tables():
             return
         try:
@@ -192,13 +190,13 @@ class PostgresDatabase:
             raise RunFolderError(f"no {self._noun} at {self.name!r}, {NOTHING_THERE}")
 
     def _tables(self) -> set[str]:
-        """Names of the tables in the schema, whether we may read them or not."""
+        """Names of the tables in the schema, readable or not."""
         query = "SELECT tablename::text FROM pg_tables WHERE schemaname = ?"
         return {name for (name,) in self.execute(query, self._schema)}
 
 
 def _connection(server: str, schema: str, retry_timeout_s: float, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Parameters of a connection: what the URL says, our bounds where it says nothing, the schema."""
+    """Parameters of a connection: those of the URL, our limits as defaults, and the schema."""
     given = {"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "etude", **NETWORK}
     given |= conninfo.conninfo_to_dict(server)
     lock_timeout = f"{round(1000 * min(retry_timeout_s, LOCK_TIMEOUT_S))}ms"
@@ -209,5 +207,5 @@ def _connection(server: str, schema: str, retry_timeout_s: float, settings: Mapp
 
 @cache
 def _postgres_sql(statement: str) -> str:
-    """A statement as PostgreSQL and psycopg say it; the ledger has a few dozen."""
+    """A statement in the dialect of PostgreSQL and psycopg; the cache holds a few dozen."""
     return TYPE.sub(lambda word: TYPES[word[0]], statement.replace(ROWS, POSTGRES_ROWS)).replace("?", "%s")

@@ -1,8 +1,8 @@
-"""Index of what people search for and the catalogue has not: templates of tasks, and rollouts that count as hacks.
+"""Index of searched values that the catalogue lacks: templates of tasks, and rollouts that count as hacks.
 
-Both stand in records alone. An index reads a record the first time that it is asked about it and remembers two words of
-it, so the first such search of a ledger takes longer than those after it, and the processes of a run pay nothing. One
-index may serve many readers of one ledger, in threads. Owns nothing durable.
+Both are only in records. An index reads a record at the first query about it and caches two values from it, so the
+first such search of a ledger is slower than later ones, and the processes of a run have no cost. Threads may share one
+index for many readers of one ledger. Owns nothing durable.
 """
 
 import json
@@ -15,23 +15,21 @@ from etude.ledger.records import is_hacked, template_of
 from etude.ledger.states import GroupState
 
 CHUNK_GROUPS = 512
-"""Groups of which records are in memory at once."""
+"""Groups whose records are in memory at once."""
 
 
 class RecordIndex:
-    """Two words of each record of one ledger; it grows with what is asked for."""
+    """Cache of two values per record of one ledger; it grows with the queries."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._templates: dict[str, str] = {}  # by task
-        self._tasks: defaultdict[str, list[str]] = defaultdict(
-            list
-        )  # of the groups of a purpose, from the first one on
+        self._templates: dict[str, str] = {}  # task id → template
+        self._tasks: defaultdict[str, list[str]] = defaultdict(list)  # purpose → task id of each group
         self._hacked: defaultdict[str, set[str]] = defaultdict(set)
-        self._settled: defaultdict[str, int] = defaultdict(int)  # groups of a purpose below which no rollout can end
+        self._settled: defaultdict[str, int] = defaultdict(int)  # purpose → group below which no rollout can end
 
     def templates(self, db: Database, purpose: str, groups: Collection[int]) -> Mapping[int, str]:
-        """Template of the task of each of some groups, by number."""
+        """Group index → template of its task, for some groups."""
         named = json.dumps([[number] for number in groups])
         sql = (
             "SELECT group_index, task_id, task FROM groups WHERE purpose = ? AND group_index IN"
@@ -41,9 +39,7 @@ class RecordIndex:
             return {index: self._template(task_id, task) for index, task_id, task in db.execute(sql, purpose, named)}
 
     def groups_like(self, db: Database, purpose: str, text: str) -> list[int]:
-        """Numbers of the groups of a purpose whose task has an id or a template that contains a text, in small or large
-        letters.
-        """
+        """Indices of a purpose's groups whose task's id or template contains a text, case-insensitively."""
         sql = (
             "SELECT group_index, task_id, task FROM groups WHERE purpose = ? AND group_index >= ? ORDER BY group_index"
             " LIMIT ?"
@@ -53,7 +49,9 @@ class RecordIndex:
             tasks = self._tasks[purpose]
             while rows := db.execute(sql, purpose, len(tasks), CHUNK_GROUPS):
                 for index, task_id, task in rows:
-                    tasks.extend([""] * (index - len(tasks)))  # numbers have no gaps, but nothing depends on that
+                    tasks.extend(
+                        [""] * (index - len(tasks))
+                    )  # indices have no gaps, but this code does not depend on it
                     self._template(task_id, task)
                     tasks.append(task_id)
             fits = {one: lowered in one.lower() or lowered in words.lower() for one, words in self._templates.items()}

@@ -4,20 +4,19 @@ A rollout is a header and its turns:
 
     ┌─────────────┬────────┬───────────────────────────────────────┐
     │ header size │ header │ turns                                 │
-    │ uint32      │ JSON   │ as :mod:`etude.ledger.turns` has them │
+    │ uint32      │ JSON   │ encoded by :mod:`etude.ledger.turns`  │
     └─────────────┴────────┴───────────────────────────────────────┘
 
-Turns that lie in an object beside the ledger (:mod:`etude.ledger.payloads`) are not in here: nothing comes after the
-header then, and the row has the digest. Nor are routes and sampling masks, which a turn refers to.
+Turns in an object beside the ledger (:mod:`etude.ledger.payloads`) are not in the record: it ends after the header, and
+the row has the digest. Routes and sampling masks are not in the record either; a turn references them.
 
-In a record of the first form the header lists the turns, and behind it lie the raw arrays of all of them, end to end,
-little-endian: prompt ids int32 [ΣP], completion ids int32 [ΣC], logprobs float32 [ΣC], versions int32 [ΣC]. It is still
-read.
+The first format is still read: its header lists the turns, followed by their concatenated raw arrays, little-endian:
+prompt ids int32 [ΣP], completion ids int32 [ΣC], logprobs float32 [ΣC], versions int32 [ΣC].
 
-A task is JSON, field by field, as its types say. A noun is an object of its fields, a tuple a list, a mapping an
-object, an enum its value; where a field may hold one of several nouns, the object says which in ``kind``. The JSON is
-Python's own, not orjson's: the cases of a task may hold integers beyond 64 bits and infinities, which must come back as
-they were.
+A task is JSON that follows the types of its fields. A dataclass is an object of its fields, a tuple a list, a mapping
+an object, an enum its value; if a field may have one of several dataclasses, ``kind`` in the object names it. The JSON
+is Python's, not orjson's: the cases of a task may contain integers beyond 64 bits and infinities, which must be
+preserved.
 
 Array legend: P prompt tokens of a turn, C sampled tokens of a turn.
 """
@@ -56,18 +55,18 @@ HEADER_SIZE = struct.Struct("<I")
 INT32 = np.dtype("<i4")
 FLOAT32 = np.dtype("<f4")
 HACKED = b'"hacked": true'
-"""A verdict's field in a header. Within a string its quotes would be escaped, so it stands for nothing else."""
+"""A verdict's field in a header; unambiguous, since its quotes would be escaped within a string."""
 TEMPLATE = b'"template": '
-"""A task's field, likewise; a string."""
+"""A task's field, a string; unambiguous for the same reason."""
 Noun = TypeVar("Noun")
 KIND = "kind"
-"""Field that names the noun of an object, where there is a choice."""
+"""Field that names an object's dataclass if there is a choice."""
 
 
 def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
-    """A rollout with all its turns, or without; the size is that of their blob plus a few hundred bytes.
+    """A rollout with or without all its turns; the size is that of the turns plus a few hundred bytes.
 
-    Raises ``ValueError`` for a turn whose routes or sampling mask were not written to a file first.
+    Raises ``ValueError`` for a turn whose routes or sampling mask are still in memory.
     """
     header = {
         "rollout_id": rollout.rollout_id,
@@ -93,8 +92,8 @@ def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
 
 
 def decode_rollout(data: bytes, turns: tuple[Turn, ...] | None = None) -> Rollout:
-    """The rollout that :func:`encode_rollout` was given, with ``turns`` where these were left out; arrays are read-only
-    and share memory.
+    """The rollout that :func:`encode_rollout` encoded, with ``turns`` if they were omitted; arrays are read-only and
+    share memory.
 
     Raises :class:`~etude.errors.DamagedError`.
     """
@@ -121,13 +120,13 @@ def decode_rollout(data: bytes, turns: tuple[Turn, ...] | None = None) -> Rollou
 
 
 def is_hacked(data: bytes) -> bool:
-    """Return whether the verdict of an encoded rollout counts it as a hack, without decoding the rest."""
+    """Return true if the verdict of an encoded rollout counts it as a hack; decodes nothing else."""
     (size,) = HEADER_SIZE.unpack_from(data)
     return HACKED in data[HEADER_SIZE.size : HEADER_SIZE.size + size]
 
 
 def template_of(data: bytes) -> str:
-    """Template of an encoded task, without decoding the rest."""
+    """The template of an encoded task; decodes nothing else."""
     _, mark, rest = data.partition(TEMPLATE)
     if not mark:
         raise DamagedError(f"unreadable task record {data[:80]!r}: it has no template")
@@ -143,7 +142,7 @@ def _decode_verdict(fields: dict[str, Any] | None) -> Verdict | None:
 
 
 def _listed_turns(headers: Sequence[dict[str, Any]], data: bytes, offset: int) -> tuple[Turn, ...]:
-    """The turns of a record of the first form, whose arrays begin at ``offset``: views of ``data``."""
+    """The turns of a record in the first format, whose arrays start at ``offset``: views of ``data``."""
     prompts = [header["prompt"] for header in headers]
     completions = [header["completion"] for header in headers]
     if len(data) != (expected := offset + 4 * (sum(prompts) + 3 * sum(completions))):
@@ -173,14 +172,13 @@ def _payload(fields: tuple[str, int] | None) -> PayloadRef | None:
 
 
 def _split_array(data: bytes, dtype: np.dtype[Any], offset: int, lengths: Sequence[int]) -> list[npt.NDArray[Any]]:
-    """Cut the array at ``offset`` into pieces of ``lengths``."""
+    """Split the array at ``offset`` into parts of ``lengths``."""
     whole = np.frombuffer(data, dtype, count=sum(lengths), offset=offset)
     ends = np.cumsum(lengths)
     return np.split(whole, ends[:-1]) if lengths else []
 
 
-# ── tasks
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def encode_task(task: Task) -> bytes:
@@ -189,7 +187,7 @@ def encode_task(task: Task) -> bytes:
 
 
 def decode_task(data: bytes) -> Task:
-    """The task that :func:`encode_task` was given. Raises :class:`~etude.errors.DamagedError`."""
+    """The task that :func:`encode_task` encoded. Raises :class:`~etude.errors.DamagedError`."""
     return _decode(data, Task, "task")
 
 
@@ -199,7 +197,7 @@ def encode_observed(session: ObservedSession) -> bytes:
 
 
 def decode_observed(data: bytes) -> ObservedSession:
-    """The session that :func:`encode_observed` was given. Raises :class:`~etude.errors.DamagedError`."""
+    """The session that :func:`encode_observed` encoded. Raises :class:`~etude.errors.DamagedError`."""
     return _decode(data, ObservedSession, "session")
 
 
@@ -213,7 +211,7 @@ def _decode(data: bytes, noun: type[Noun], name: str) -> Noun:
 
 
 def _to_json(value: Any, hint: Any) -> Any:
-    """``value``, whose type is ``hint``, as what JSON can carry."""
+    """Convert ``value``, of type ``hint``, to a JSON value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = _fields(type(value))
         fields = {name: _to_json(getattr(value, name), inner) for name, inner in hints.items()}
@@ -242,11 +240,11 @@ def _from_json(value: Any, hint: Any) -> Any:
         return hint(value)
     if isinstance(hint, type) and not isinstance(value, (int, float) if hint is float else hint):
         raise TypeError(f"{str(value)[:40]!r} is no {hint.__name__}")
-    return value  # the union of all that JSON can carry is checked by its parser
+    return value  # any JSON value, which the parser has checked
 
 
 def _noun(value: Any, nouns: tuple[Any, ...]) -> Any:
-    """The one of ``nouns`` that an object describes."""
+    """The instance of one of ``nouns`` that an object describes."""
     fields = dict(value)
     noun = {choice.__name__: choice for choice in nouns}[fields.pop(KIND)] if len(nouns) > 1 else nouns[0]
     hints = _fields(noun)
@@ -257,7 +255,7 @@ def _noun(value: Any, nouns: tuple[Any, ...]) -> Any:
 
 
 def _nouns(hint: Any) -> tuple[Any, ...]:
-    """The nouns that a field of this type may hold."""
+    """The dataclasses that a field of this type may have."""
     choices = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     return tuple(choice for choice in choices if dataclasses.is_dataclass(choice))
 
@@ -269,6 +267,6 @@ def _each(arguments: tuple[Any, ...], length: int) -> tuple[Any, ...]:
 
 @cache
 def _fields(noun: Any) -> Mapping[str, Any]:
-    """Name and type of each field."""
+    """Field name → type."""
     hints = get_type_hints(noun)
     return {field.name: hints[field.name] for field in dataclasses.fields(noun)}

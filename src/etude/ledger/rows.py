@@ -1,7 +1,7 @@
 """Every SQL statement of the ledger, named.
 
-Owns how rows are found and written. Each function is one statement, or two, on an open connection; what is done
-together, and whether it may be done at all, is decided in :mod:`etude.ledger.changes`.
+Owns the queries and writes of rows. Each function is one or a few statements on an open connection;
+:mod:`etude.ledger.changes` combines them into transactions and checks if these are permitted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,36 +22,36 @@ class GroupRow(NamedTuple):
     admitted_version: int
     state: GroupState
     worker: str
-    """The lease under which its slots are being filled; empty: free."""
+    """The lease under which its slots are filled; empty: free."""
     position: int | None
-    """Position in the training data at which its task was drawn; ``None``: it was not drawn."""
+    """Position of its task in the training data; ``None``: the task was not drawn."""
     epoch: int
-    """Time, from 1, that its task is admitted; 1 of an evaluation."""
+    """Count, from 1, of its task's admissions; 1 for an evaluation."""
     weight: float = 1.0
     """Importance weight of its task."""
 
 
 class RolloutRow(NamedTuple):
-    """A rollout as a row has it."""
+    """A rollout as stored in a row."""
 
     record: bytes
-    """Encoded (:mod:`etude.ledger.records`)."""
+    """Encoded rollout (:mod:`etude.ledger.records`)."""
     turns: PayloadRef | None
-    """The object with its turns; ``None`` where they are in the record."""
+    """The object with its turns; ``None`` if they are in the record."""
 
 
 class TaskOutcome(NamedTuple):
-    """The outcome of one group of training, so far."""
+    """The current outcome of one training group."""
 
     group_index: int
     task_id: str
     position: int
-    """Position in the training data at which its task was drawn."""
+    """Position of its task in the training data."""
     is_open: bool
     graded: int
     """Rollouts that have a reward and are not quarantined."""
     passed: float
-    """Their rewards, each between 0 and 1, added up."""
+    """Sum of their rewards, each limited to 0 … 1."""
 
 
 class DataCursor(NamedTuple):
@@ -60,13 +60,13 @@ class DataCursor(NamedTuple):
     drawn: int
     """Position of the next draw."""
     committed: int
-    """Every draw before it was trained on in a committed step, dropped for a reason or passed over."""
+    """Position before which every draw was trained on in a committed step, dropped for a reason or skipped."""
 
 
 GROUP_COLUMNS = "group_index, task, size, admitted_version, state, seat, position, epoch, weight"
 RECORD_COLUMNS = "record, turns_digest, turns_bytes"
 COMPARED = "status = 'graded' AND (disposition IS NULL OR disposition <> 'quarantine')"
-"""Rollouts that are compared with each other, of a catalogue."""
+"""Condition on the catalogue: rollouts whose rewards are compared with each other."""
 
 
 def insert_group(db: Database, purpose: str, task_id: str, group: GroupRow) -> None:
@@ -76,25 +76,25 @@ def insert_group(db: Database, purpose: str, task_id: str, group: GroupRow) -> N
 
 
 def is_trained_on(db: Database, task_id: str, epoch: int) -> bool:
-    """Return true if a task was admitted for training in an epoch; spelled so that ``trained_once`` answers it."""
+    """Return true if a task was admitted for training in an epoch; the query uses the index ``trained_once``."""
     sql = "SELECT 1 FROM groups WHERE purpose = 'train' AND task_id = ? AND epoch = ?"
     return bool(db.execute(sql, task_id, epoch))
 
 
 def is_admitted(db: Database, session_id: str) -> bool:
-    """Return true if a session's group was admitted, or dropped at once; ``live_once`` answers it."""
+    """Return true if a session's group was admitted, or dropped at once; the query uses the index ``live_once``."""
     return bool(db.execute("SELECT 1 FROM groups WHERE purpose = 'live' AND task_id = ?", session_id))
 
 
 def live_group(db: Database, session_id: str) -> tuple[GroupRow, int | None] | None:
-    """The group of a live session and the step that claimed it; ``None`` where it was never offered."""
+    """The group of a live session and the step that claimed it; ``None`` if the session was never offered."""
     sql = f"SELECT step, {GROUP_COLUMNS} FROM groups WHERE purpose = 'live' AND task_id = ?"
     rows = db.execute(sql, session_id)
     return (_group_row(rows[0][1:]), rows[0][0]) if rows else None
 
 
 def erase_rollout(db: Database, rollout_id: str) -> str | None:
-    """Remove all of a live session but its group; the digest of its turns where they are an object."""
+    """Remove a live session except its group; return the digest of its turns if they are an object."""
     rows = db.execute("SELECT turns_digest FROM rollouts WHERE rollout_id = ?", rollout_id)
     db.execute("DELETE FROM catalogue WHERE rollout_id = ?", rollout_id)
     db.execute("DELETE FROM rollouts WHERE rollout_id = ?", rollout_id)
@@ -108,32 +108,32 @@ def sessions_of_user(db: Database, user: str) -> list[str]:
 
 
 def insert_observed(db: Database, session_id: str, index: int, user: str, day: int, record: bytes) -> None:
-    """Add what is known of a live session beside its rollout."""
+    """Add the observation of a live session."""
     sql = "INSERT INTO observations (session_id, group_index, user_id, day, record) VALUES (?, ?, ?, ?, ?)"
     db.execute(sql, session_id, index, user, day, record)
 
 
 def observed_records(db: Database, limit: int, before_step: int | None) -> list[bytes]:
-    """The newest observations, the oldest of them first: of all sessions, or of those that earlier steps claimed."""
+    """The newest observations, oldest first: of all sessions, or of those that earlier steps claimed."""
     claimed = " JOIN groups g ON g.purpose = 'live' AND g.group_index = o.group_index AND g.step < ?"
     sql = f"SELECT o.record FROM observations o{claimed if before_step else ''} ORDER BY o.group_index DESC LIMIT ?"
     return [record for (record,) in db.execute(sql, *([before_step] if before_step else []), limit)][::-1]
 
 
 def last_epoch(db: Database) -> int:
-    """The newest epoch of which a group was admitted for training; 0 before there is any."""
+    """The newest epoch with a group admitted for training; 0 without any."""
     ((epoch,),) = db.execute("SELECT coalesce(max(epoch), 0) FROM groups WHERE purpose = 'train'")
     return int(epoch)
 
 
 def next_index(db: Database, purpose: str) -> int:
-    """The index of the next group to be admitted."""
+    """The index of the next group to admit."""
     ((index,),) = db.execute("SELECT coalesce(max(group_index) + 1, 0) FROM groups WHERE purpose = ?", purpose)
     return int(index)
 
 
 def group(db: Database, purpose: str, index: int) -> GroupRow:
-    """One group. Raises ``ValueError`` when there is none."""
+    """One group. Raises ``ValueError`` if there is none."""
     rows = db.execute(f"SELECT {GROUP_COLUMNS} FROM groups WHERE purpose = ? AND group_index = ?", purpose, index)
     if not rows:
         raise ValueError(f"the ledger has no group {index} of purpose {purpose!r}")
@@ -180,26 +180,26 @@ def move_group(
     reason: str = "",
     moves: Mapping[GroupState, frozenset[GroupState]] = GROUP_MOVES,
 ) -> None:
-    """Move a group to another state, noting why it is dropped; ``ValueError`` if ``moves`` has no such move."""
+    """Move a group to another state and set its drop reason; ``ValueError`` if ``moves`` has no such move."""
     state = move(moves, group.state, to)
     sql = "UPDATE groups SET state = ?, reason = ? WHERE purpose = ? AND group_index = ?"
     db.execute(sql, state, reason, purpose, group.group_index)
 
 
 def set_reason(db: Database, purpose: str, index: int, reason: str) -> None:
-    """Note why a group is dropped."""
+    """Set the reason why a group is dropped."""
     db.execute("UPDATE groups SET reason = ? WHERE purpose = ? AND group_index = ?", reason, purpose, index)
 
 
 def claim_groups(db: Database, step: int, purpose: str, last: int) -> None:
-    """Move to a step all ready groups of a purpose up to index ``last``."""
+    """Claim all ready groups of a purpose up to index ``last`` for a step."""
     state = move(GROUP_MOVES, GroupState.READY, GroupState.CLAIMED)
     sql = "UPDATE groups SET state = ?, step = ? WHERE purpose = ? AND state = 'ready' AND group_index <= ?"
     db.execute(sql, state, step, purpose, last)
 
 
 def consume_groups(db: Database, step: int) -> None:
-    """Move on all groups that a step claimed."""
+    """Mark all groups that a step claimed as consumed."""
     state = move(GROUP_MOVES, GroupState.CLAIMED, GroupState.CONSUMED)
     db.execute("UPDATE groups SET state = ? WHERE step = ? AND state = 'claimed'", state, step)
 
@@ -225,7 +225,7 @@ def insert_rollout(db: Database, purpose: str, rollout: Rollout, row: RolloutRow
 
 
 def _catalogue(db: Database, purpose: str, rollout: Rollout) -> None:
-    """Note what people look for rollouts by, so that no search has to read records."""
+    """Add the searchable values of a rollout to the catalogue, so that no search has to read records."""
     sampled = [turn.versions for turn in rollout.turns if len(turn.versions)]
     db.execute(
         "INSERT INTO catalogue (rollout_id, purpose, group_index, slot, attempt, status, reward, reason, disposition,"
@@ -292,7 +292,7 @@ def named_turns(db: Database, digests: Sequence[str]) -> set[str]:
 
 
 def insert_lost_slot(db: Database, purpose: str, index: int, slot: int, reason: str) -> None:
-    """Note that a slot's attempts are used up."""
+    """Add a slot that has no attempts left."""
     sql = "INSERT INTO lost_slots (purpose, group_index, slot, reason) VALUES (?, ?, ?, ?)"
     db.execute(sql, purpose, index, slot, reason)
 
@@ -309,8 +309,8 @@ def rollout_counts(db: Database, purpose: str) -> dict[str, int]:
 
 
 def progress_counts(db: Database, purpose: str) -> dict[str, int]:
-    """State → number of groups (absent when none), ``steps_done``, and the cursor as ``drawn`` and ``committed``
-    (absent when nothing was drawn); one statement, so one moment.
+    """State → number of groups (absent if none), ``steps_done``, and the cursor as ``drawn`` and ``committed``
+    (absent if nothing was drawn); a single statement, so a consistent snapshot.
     """
     sql = (
         "SELECT state, count(*) FROM groups WHERE purpose = ? GROUP BY state"
@@ -322,7 +322,7 @@ def progress_counts(db: Database, purpose: str) -> dict[str, int]:
 
 
 def usable_groups(db: Database, purpose: str) -> int:
-    """Groups ever admitted but for the dropped ones; counted so that a long run does not make it slow."""
+    """The number of groups ever admitted, without dropped ones; the query stays fast in a long run."""
     ((dropped,),) = db.execute("SELECT count(*) FROM groups WHERE purpose = ? AND state = 'dropped'", purpose)
     return next_index(db, purpose) - int(dropped)
 
@@ -335,7 +335,7 @@ def is_without_signal(db: Database, index: int) -> bool:
 
 
 def resampled_since_batch(db: Database, reason: str) -> int:
-    """Number of training groups dropped for a ``reason`` behind the last one that a step claimed."""
+    """Number of training groups dropped for a ``reason`` after the last one that a step claimed."""
     sql = (
         "SELECT count(*) FROM groups WHERE purpose = 'train' AND state = 'dropped' AND reason = ? AND group_index >"
         " (SELECT coalesce(max(group_index), -1) FROM groups WHERE purpose = 'train' AND step IS NOT NULL)"
@@ -345,7 +345,7 @@ def resampled_since_batch(db: Database, reason: str) -> int:
 
 
 def resampled_before(db: Database, step: int, reason: str) -> int:
-    """Number of training groups dropped for a ``reason`` between the last groups of the step before and of ``step``."""
+    """Number of training groups dropped for a ``reason`` between the last groups of earlier steps and of ``step``."""
     sql = (
         "SELECT count(*) FROM groups WHERE purpose = 'train' AND state = 'dropped' AND reason = ? AND group_index >"
         " (SELECT coalesce(max(group_index), -1) FROM groups WHERE purpose = 'train' AND step < ?) AND group_index <"
@@ -373,13 +373,13 @@ def task_outcomes(db: Database, first: int) -> list[TaskOutcome]:
 
 
 def cursor(db: Database, purpose: str) -> DataCursor:
-    """The cursor into the training data; at its beginning when nothing was drawn."""
+    """The cursor into the training data; (0, 0) if nothing was drawn."""
     rows = db.execute("SELECT drawn, committed FROM cursors WHERE purpose = ?", purpose)
     return DataCursor(*rows[0]) if rows else DataCursor(0, 0)
 
 
 def set_cursor(db: Database, purpose: str, cursor: DataCursor) -> None:
-    """Note how far the training data is used."""
+    """Set the cursor into the training data."""
     sql = (
         "INSERT INTO cursors (purpose, drawn, committed) VALUES (?, ?, ?)"
         " ON CONFLICT (purpose) DO UPDATE SET drawn = excluded.drawn, committed = excluded.committed"
@@ -388,14 +388,14 @@ def set_cursor(db: Database, purpose: str, cursor: DataCursor) -> None:
 
 
 def first_unsettled(db: Database, purpose: str) -> int | None:
-    """The lowest position of a group that is neither consumed nor dropped; ``None`` when there is no such group."""
+    """The lowest position of a group that is neither consumed nor dropped; ``None`` if there is no such group."""
     sql = "SELECT min(position) FROM groups WHERE purpose = ? AND state IN ('open', 'ready', 'claimed')"
     ((position,),) = db.execute(sql, purpose)
     return None if position is None else int(position)
 
 
 def lease(db: Database, name: str) -> Lease:
-    """The row of a lease; one that was never taken is free."""
+    """The row of a lease; a lease that was never taken is free."""
     rows = db.execute("SELECT holder, token, beats FROM leases WHERE name = ?", name)
     if not rows:
         return Lease(name=name)
@@ -404,7 +404,7 @@ def lease(db: Database, name: str) -> Lease:
 
 
 def put_lease(db: Database, lease: Lease) -> None:
-    """Write down a lease."""
+    """Add or replace the row of a lease."""
     sql = (
         "INSERT INTO leases (name, holder, token, beats) VALUES (?, ?, ?, ?) ON CONFLICT (name)"
         " DO UPDATE SET holder = excluded.holder, token = excluded.token, beats = excluded.beats"
@@ -419,7 +419,7 @@ def other_workers(db: Database, purpose: str, mine: str) -> list[str]:
 
 
 def reassign_groups(db: Database, purpose: str, worker: str, to: str) -> None:
-    """Hand the open groups of a worker to another one."""
+    """Assign the open groups of a worker to another one."""
     sql = "UPDATE groups SET seat = ? WHERE purpose = ? AND state = 'open' AND seat = ?"
     db.execute(sql, to, purpose, worker)
 
@@ -435,13 +435,13 @@ def set_step_state(db: Database, step: int, state: StepState) -> None:
 
 
 def step_state(db: Database, step: int) -> StepState | None:
-    """The state of a step; ``None`` before it claimed a batch."""
+    """The state of a step; ``None`` before its claim."""
     rows = db.execute("SELECT state FROM steps WHERE step = ?", step)
     return StepState(rows[0][0]) if rows else None
 
 
 def last_step(db: Database) -> int:
-    """The newest step that claimed a batch, 0 when none did."""
+    """The newest step that claimed a batch; 0 without any."""
     ((step,),) = db.execute("SELECT coalesce(max(step), 0) FROM steps")
     return int(step)
 
@@ -453,12 +453,12 @@ def set_fact(db: Database, key: str, value: str) -> None:
 
 
 def facts_under(db: Database, prefix: str) -> list[str]:
-    """The facts whose keys begin with ``prefix``, which has none of LIKE's own characters: the rest of each key."""
+    """The keys that start with ``prefix``, without it; ``prefix`` must not contain LIKE's special characters."""
     return [key.removeprefix(prefix) for (key,) in db.execute("SELECT key FROM facts WHERE key LIKE ?", f"{prefix}%")]
 
 
 def remove_fact(db: Database, key: str) -> None:
-    """Forget a fact."""
+    """Delete a fact."""
     db.execute("DELETE FROM facts WHERE key = ?", key)
 
 

@@ -1,10 +1,10 @@
-"""The tables, as the migrations that made them: one schema for every database.
+"""The tables, defined by their migrations: one schema for all databases.
 
-Owns what the columns are and how a ledger of an older étude becomes one of this, or any other set of tables: forward,
-number by number, each in a transaction of its own. Does not own what the rows mean (:mod:`etude.ledger.states`) or who
-changes them (:mod:`etude.ledger.changes`). A migration is never edited once released: the next one corrects it.
+Owns the columns and the migration of a ledger, or of another set of tables, from an older étude: only forward, version
+by version, each in its own transaction. Does not own the meaning of rows (:mod:`etude.ledger.states`) or their changes
+(:mod:`etude.ledger.changes`). A released migration is never edited: the next one corrects it.
 
-Types are SQLite's words: INTEGER of 64 bits, REAL of 64, TEXT, BLOB.
+Types have SQLite's names: INTEGER with 64 bits, REAL with 64, TEXT, BLOB.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from etude.errors import RunFolderError
 from etude.ledger.database import Database
 
 FIRST = 2
-"""The oldest version that can be brought forward."""
+"""The oldest version that can be migrated."""
 
 MIGRATIONS: Mapping[int, tuple[str, ...]] = {
     FIRST: (
@@ -64,7 +64,7 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
         )
         """,
     ),
-    3: (  # slots whose attempts are used up
+    3: (  # slots that have no attempts left
         """
         CREATE TABLE lost_slots (
             purpose TEXT NOT NULL,
@@ -76,7 +76,7 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
         )
         """,
     ),
-    4: (  # who may do what
+    4: (  # exclusive rights of processes
         """
         CREATE TABLE leases (                   -- leases.Lease
             name TEXT PRIMARY KEY,
@@ -85,11 +85,11 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
             beats INTEGER NOT NULL
         )
         """,
-        # The lease under which its slots are being filled:
+        # The lease under which its slots are filled:
         "ALTER TABLE groups ADD COLUMN seat TEXT NOT NULL DEFAULT ''",
     ),
     5: (  # how far the training data was drawn, and how much of it is settled
-        # Where in the training data its task was drawn; an older group's at its index or later, as each took a draw.
+        # Position of its task in the training data; for an older group at least its index, since each took a draw.
         "ALTER TABLE groups ADD COLUMN position INTEGER",
         "UPDATE groups SET position = group_index WHERE purpose = 'train'",
         """
@@ -105,7 +105,7 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
         """,
         "DELETE FROM facts WHERE key = 'rollouts.next-task'",
     ),
-    6: (  # what people look for rollouts by, without the records, which make up nearly all of a ledger
+    6: (  # the searchable values of rollouts, without the records, which are nearly all of a ledger's bytes
         """
         CREATE TABLE catalogue (
             rollout_id TEXT PRIMARY KEY REFERENCES rollouts,
@@ -134,20 +134,20 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
             SELECT rollout_id, purpose, group_index, slot, attempt, status, reward, reason FROM rollouts
         """,
     ),
-    7: (  # a task is admitted once an epoch, not once a run
+    7: (  # a task is admitted once per epoch, not once per run
         "ALTER TABLE groups ADD COLUMN epoch INTEGER NOT NULL DEFAULT 1",
         "DROP INDEX trained_once",
         "CREATE UNIQUE INDEX trained_once ON groups (task_id, epoch) WHERE purpose = 'train'",
     ),
-    8: (  # tasks are not all as likely to be drawn: what a group counts for, so that the estimate stays what it was
+    8: (  # tasks have unequal probabilities: a group's weight corrects the estimate for that
         "ALTER TABLE groups ADD COLUMN weight REAL NOT NULL DEFAULT 1",
     ),
-    9: (  # turns are objects beside the ledger; NULL where they are in the record
+    9: (  # turns are objects beside the ledger; NULL if they are in the record
         "ALTER TABLE rollouts ADD COLUMN turns_digest TEXT",
         "ALTER TABLE rollouts ADD COLUMN turns_bytes INTEGER",
         "CREATE INDEX rollouts_by_turns ON rollouts (turns_digest) WHERE turns_digest IS NOT NULL",
     ),
-    10: (  # sessions of users: each is admitted once, and known by more than its rollout
+    10: (  # sessions of users: each is admitted once and has an observation beside its rollout
         "CREATE UNIQUE INDEX live_once ON groups (task_id) WHERE purpose = 'live'",
         """
         CREATE TABLE observations (
@@ -162,23 +162,23 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
         "CREATE INDEX observations_by_user ON observations (user_id, day)",
     ),
 }
-"""Version → the statements that make it from the one before."""
+"""Version → the statements that migrate from the previous version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """One set of tables that étude keeps in a database of its own."""
+    """One set of tables in its own database."""
 
     noun: str
     """Its name in messages."""
     mark: bytes
-    """Four letters that mark an SQLite file as this, so that a stranger's database is never written to."""
+    """Four bytes that identify an SQLite file of this schema, so that a foreign database is never written to."""
     migrations: Mapping[int, tuple[str, ...]]
-    """Version → the statements that make it from the one before."""
+    """Version → the statements that migrate from the previous version."""
 
     @property
     def first(self) -> int:
-        """The oldest version that can be brought forward."""
+        """The oldest version that can be migrated."""
         return min(self.migrations)
 
     @property
@@ -194,10 +194,10 @@ NEWEST = LEDGER.newest
 
 
 def upgrade(database: Database, schema: Schema = LEDGER) -> None:
-    """Bring the tables to the newest version; several processes may do so at once.
+    """Migrate the tables to the newest version; several processes may do so at once.
 
-    Raises :class:`~etude.errors.RunFolderError` for tables of a newer étude, or too old ones, and leaves them as they
-    are.
+    Raises :class:`~etude.errors.RunFolderError` for tables that are too old or from a newer étude, and leaves them
+    unchanged.
     """
     if _checked(database, schema) == schema.newest:
         return
@@ -215,7 +215,7 @@ def upgrade(database: Database, schema: Schema = LEDGER) -> None:
 
 
 def check_newest(database: Database, schema: Schema = LEDGER) -> None:
-    """Raise :class:`~etude.errors.RunFolderError` for tables that are not of the newest version; change nothing."""
+    """Raise :class:`~etude.errors.RunFolderError` unless the tables have the newest version; change nothing."""
     version = _checked(database, schema)
     if version < schema.newest:
         raise RunFolderError(
@@ -226,7 +226,7 @@ def check_newest(database: Database, schema: Schema = LEDGER) -> None:
 
 
 def _checked(database: Database, schema: Schema) -> int:
-    """The version of the tables, which is one that can be brought forward."""
+    """The version of the tables. Raises :class:`~etude.errors.RunFolderError` if it cannot be migrated."""
     version = database.version()
     if version > schema.newest or 0 < version < schema.first:
         raise RunFolderError(

@@ -1,8 +1,8 @@
 """The embedded database of a run on one machine: ``ledger.db`` in its folder.
 
-SQLite in WAL mode, shared by all processes of the run. ``begin`` takes the write lock, so transactions run one after
-the other; readers never wait. What a caller was told is committed is found again, also after a power cut: every
-commit is synced to the disk, as checkpoints are, since a run goes on only where both tell of the same step.
+SQLite in WAL mode, shared by all processes of the run. ``begin`` takes the write lock, so transactions are serial;
+readers never wait. A commit survives a power failure: each is synced to disk, as checkpoints are, because a run can
+resume only if both are at the same step.
 """
 
 import os
@@ -18,7 +18,7 @@ from etude.ledger.database import NOTHING_THERE, Interrupted, Row, Value
 from etude.ledger.schema import LEDGER, Schema, check_newest, upgrade
 
 BUSY_TIMEOUT_S = 30.0
-"""Longest wait of one call for another process's transaction; those take about a millisecond."""
+"""Maximum wait of one call for another process's transaction, which takes about a millisecond."""
 PASSING = frozenset(
     {
         sqlite3.SQLITE_BUSY,
@@ -29,15 +29,15 @@ PASSING = frozenset(
         sqlite3.SQLITE_PROTOCOL,
     }
 )
-"""Primary result codes of temporary faults: locks, full disks, a folder that is unreachable for a moment."""
+"""Primary result codes of temporary faults: locks, full disks, a folder that is briefly unreachable."""
 LASTING = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 """Primary result codes of a damaged file."""
 PRIMARY = 0xFF
-"""The bits of a result code that hold the primary one."""
+"""Mask for the primary code in a result code."""
 
 
 class SqliteDatabase:
-    """One connection to a ledger file, or one of another ``schema``."""
+    """One connection to a ledger file, or to a file of another ``schema``."""
 
     def __init__(self, path: Path, db: sqlite3.Connection, schema: Schema = LEDGER) -> None:
         self._path = path
@@ -46,11 +46,11 @@ class SqliteDatabase:
 
     @classmethod
     def open(cls, path: Path, *, retry_timeout_s: float, read_only: bool = False, schema: Schema = LEDGER) -> Self:
-        """Open a ledger file, creating it when there is none; several processes may do so at once.
+        """Open a ledger file; create it if there is none. Several processes may do so at once.
 
-        With ``read_only`` nothing is written: a file that is missing or of an older étude is refused like a stranger's.
-        Raises :class:`~etude.errors.RunFolderError` when the folder is missing or the file is not a ledger, or one of a
-        newer étude, and :class:`~etude.ledger.database.Interrupted`.
+        With ``read_only`` nothing is written: a missing file, or one from an older étude, is also rejected. Raises
+        :class:`~etude.errors.RunFolderError` if the folder is missing or the file is not a ledger or is from a newer
+        étude, and :class:`~etude.ledger.database.Interrupted`.
         """
         if not path.parent.is_dir():
             raise RunFolderError(f"no folder {str(path.parent)!r} to keep a {schema.noun} in: create it first")
@@ -82,21 +82,21 @@ class SqliteDatabase:
         self.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
-        """Keep what was written."""
+        """Commit all writes."""
         self.execute("COMMIT")
 
     def committed(self) -> bool:
-        """Never: an SQLite commit that fails has written nothing that counts."""
+        """Return false: a failed SQLite commit has no effect."""
         return False
 
     def rollback(self) -> None:
-        """Forget what was written; SQLite may have done so itself, after a full disk."""
+        """Undo all writes; SQLite may have done so itself, after a full disk."""
         if self._db.in_transaction:
             with suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
 
     def version(self) -> int:
-        """The version of the tables; raises :class:`~etude.errors.RunFolderError` for a stranger's database."""
+        """The version of the tables; raises :class:`~etude.errors.RunFolderError` for a foreign database."""
         ((version,),) = self.execute("PRAGMA user_version")
         ((owner,),) = self.execute("PRAGMA application_id")
         if owner != int.from_bytes(self._schema.mark):
@@ -104,11 +104,11 @@ class SqliteDatabase:
         return int(version)
 
     def set_version(self, version: int) -> None:
-        """Note the version of the tables."""
+        """Set the version of the tables."""
         self.execute(f"PRAGMA user_version = {version}")
 
     def scrub(self) -> None:
-        """Empty the write-ahead log: in the file itself deleted bytes are zeros already (``secure_delete``)."""
+        """Empty the write-ahead log; in the file itself, deleted bytes are already zero (``secure_delete``)."""
         ((busy, *_),) = self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
             raise Interrupted("another process reads what was deleted")
@@ -119,9 +119,9 @@ class SqliteDatabase:
 
     @classmethod
     def _create(cls, path: Path, schema: Schema) -> None:
-        """Make a whole file under another name, then link it: half of one is never seen, and the first one stays.
+        """Create the file under another name, then link it: no process sees an incomplete file, and the first one wins.
 
-        SQLite itself cannot promise that: a change to WAL fails at once when another process has the file open.
+        SQLite alone cannot ensure this: the change to WAL fails at once if another process has the file open.
         """
         draft = path.with_name(f"{path.name}.{uuid4().hex}")
         try:
@@ -162,10 +162,10 @@ class SqliteDatabase:
 
 
 def _reading_mode(path: Path) -> str:
-    """The URI to open a ledger for reading: as one that is written to meanwhile, or as one that cannot be.
+    """The URI mode to read a ledger: ``ro`` if others may write to it, else also ``immutable``.
 
-    Readers, too, keep their place in ``-shm``; in a folder that cannot be written they need one that is there.
-    Raises :class:`~etude.errors.RunFolderError` if they have none and without it part of the ledger cannot be read.
+    Readers also use the ``-shm`` file; in a read-only folder it must already exist. Raises
+    :class:`~etude.errors.RunFolderError` if it is missing and part of the ledger is unreadable without it.
     """
     log, places = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
     if os.access(path.parent, os.W_OK) or (log.exists() and places.exists()):
@@ -178,7 +178,7 @@ def _reading_mode(path: Path) -> str:
 
 
 def _connected(path: Path, busy_s: float, mode: str = "rwc") -> sqlite3.Connection:
-    """``mode`` is SQLite's: to read, write and create, ``ro``, or ``ro`` of a file that does not change."""
+    """Connect with SQLite's ``mode``: ``rwc`` (read, write, create), ``ro``, or ``ro`` for an immutable file."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     try:
         return sqlite3.connect(uri, timeout=busy_s, isolation_level=None, uri=True)
@@ -188,8 +188,8 @@ def _connected(path: Path, busy_s: float, mode: str = "rwc") -> sqlite3.Connecti
 
 
 def _classify(error: sqlite3.DatabaseError, path: Path) -> None:
-    """Raise what ``error`` means to a ledger, if anything; a bug means nothing."""
-    code = getattr(error, "sqlite_errorcode", 0) & PRIMARY  # absent where Python itself complains
+    """Raise the ledger's error for a temporary or permanent fault; return for anything else, such as a bug."""
+    code = getattr(error, "sqlite_errorcode", 0) & PRIMARY  # absent if Python itself raised the error
     if code in PASSING:
         raise Interrupted(f"{error} ({error.sqlite_errorname})") from error
     if code in LASTING:

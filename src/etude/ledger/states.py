@@ -3,10 +3,9 @@
                  ┌──▶ dropped ◀─┐ only where its user asks for deletion
     group   open ┴──▶ ready ────┴▶ claimed ──▶ consumed          step   claimed ──▶ done
 
-A group's slots each end as graded or lost. With the last of them it is ready, or dropped when too few are graded. An
-evaluation's groups end as ready or dropped. Pure: how rollouts ended goes
-in, attempts that are due and the state of the group come out. The rows themselves are moved by
-:mod:`etude.ledger.changes`.
+Each slot of a group ends as graded or lost. When all have ended, the group is ready; it is dropped if too few can be
+graded. An evaluation's groups end as ready or dropped. Pure: ended attempts in, due attempts and the group's state out.
+:mod:`etude.ledger.changes` updates the rows.
 """
 
 from collections import Counter
@@ -22,15 +21,15 @@ class GroupState(StrEnum):
     """State of a group on its way to the trainer."""
 
     OPEN = "open"
-    """Some slot is neither graded nor lost yet."""
+    """At least one slot is neither graded nor lost."""
     READY = "ready"
-    """Every slot is, and enough are graded."""
+    """Every slot is graded or lost, and enough are graded."""
     CLAIMED = "claimed"
     """Belongs to an optimiser step that is not committed."""
     CONSUMED = "consumed"
-    """Was trained on, once and for all."""
+    """Was trained on; final."""
     DROPPED = "dropped"
-    """Given up for a counted reason; never trained on."""
+    """Given up for a recorded reason; never trained on."""
 
 
 class StepState(StrEnum):
@@ -49,11 +48,11 @@ GROUP_MOVES: Mapping[GroupState, frozenset[GroupState]] = {
     GroupState.CONSUMED: frozenset(),
     GroupState.DROPPED: frozenset(),
 }
-"""State of a group → where it may go."""
+"""State of a group → permitted next states."""
 
 ERASURE_MOVES: Mapping[GroupState, frozenset[GroupState]] = {GroupState.READY: frozenset({GroupState.DROPPED})}
-"""The move of a live session whose user asks for deletion, or whose time is over, before a batch has it. Nothing else
-may drop what is ready, since what is dropped could then depend on rewards.
+"""The move of a live session that is deleted, by its user's request or after the retention time, before a batch has it.
+No other ready group may be dropped, since the choice could then depend on rewards.
 """
 
 UNSETTLED = (GroupState.OPEN, GroupState.READY, GroupState.CLAIMED)
@@ -63,21 +62,21 @@ STEP_MOVES: Mapping[StepState, frozenset[StepState]] = {
     StepState.CLAIMED: frozenset({StepState.DONE}),
     StepState.DONE: frozenset(),
 }
-"""State of a step → where it may go."""
+"""State of a step → permitted next states."""
 
 
 def quorum(size: int) -> int:
-    """Slots of a group of ``size`` that must be graded for it to be used.
+    """The minimum number of graded slots for a group of ``size`` to be used.
 
-    Half of them, and at least two where there are two: one reward has nothing to be compared with.
+    It is half of the slots, and at least two if there are two: a single reward cannot be compared.
     """
     return max(min(size, 2), (size + 1) // 2)
 
 
 def settled(size: int, *, graded: int, lost: int) -> GroupState:
-    """The state of a group of ``size`` slots when so many of them ended in either way.
+    """The state of a group of ``size`` slots with these numbers of ``graded`` and ``lost`` slots.
 
-    It is dropped as soon as the quorum is out of reach: what still runs could not save it.
+    It is dropped as soon as the quorum is unreachable, since the remaining slots cannot change that.
     """
     if size - lost < quorum(size):
         return GroupState.DROPPED
@@ -88,7 +87,7 @@ State = TypeVar("State", GroupState, StepState)
 
 
 def move(moves: Mapping[State, frozenset[State]], state: State, to: State) -> State:
-    """The state after a move from ``state`` ``to`` another. Raises ``ValueError`` when the table has no such move."""
+    """The state after a move from ``state`` ``to`` another. Raises ``ValueError`` if the table has no such move."""
     if to not in moves[state]:
         allowed = ", ".join(sorted(moves[state])) or "nothing: that is an end"
         raise ValueError(f"no move from {state!s} to {to!s}; from {state!s} it may become {allowed}")
@@ -96,7 +95,7 @@ def move(moves: Mapping[State, frozenset[State]], state: State, to: State) -> St
 
 
 class EndedAttempt(NamedTuple):
-    """An attempt at a slot that has ended, and how."""
+    """An ended attempt at a slot, with its status."""
 
     slot: int
     attempt: int
@@ -111,7 +110,7 @@ class GroupSlots:
     size: int
     endings: tuple[EndedAttempt, ...] = ()
     lost: frozenset[int] = frozenset()
-    """Slots whose attempts are used up."""
+    """Slots that have no attempts left."""
 
     @property
     def due(self) -> dict[int, int]:
@@ -130,11 +129,11 @@ class GroupSlots:
         return any(ending.rollout_id == rollout_id for ending in self.endings)
 
     def after(self, ending: EndedAttempt) -> "GroupSlots":
-        """The slots when another rollout has ended."""
+        """The slots after another attempt has ended."""
         return replace(self, endings=(*self.endings, ending))
 
     def without(self, slot: int) -> "GroupSlots":
-        """The slots when one more is lost."""
+        """The slots after one more is lost."""
         return replace(self, lost=self.lost | {slot})
 
     @property

@@ -1,6 +1,6 @@
-"""The turns of a ledger's rollouts: objects beside it where it has payloads, else in its rows.
+"""The turns of a ledger's rollouts: objects beside it if it has payloads, else in its rows.
 
-Owns where turns are written to and read from. What an object is like is :mod:`etude.ledger.payloads`'.
+Owns the location of turns. The format of an object is in :mod:`etude.ledger.payloads`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from etude.ledger.transactions import Transactions
 from etude.types import Group, PayloadRef, Rollout
 
 AT_ONCE = 500
-"""Digests of one question."""
+"""Maximum digests per query."""
 Item = TypeVar("Item")
 
 
@@ -25,13 +25,13 @@ class StoredTurns:
     def __init__(self, transactions: Transactions, payloads: Payloads | None) -> None:
         self._db = transactions
         self.payloads = payloads
-        """Their store; ``None``: they are in the rows."""
+        """The store of turns; ``None``: they are in the rows."""
 
     def stow(self, rollout: Rollout) -> PayloadRef | None:
-        """Store the turns of a rollout that is about to be recorded; ``None`` where the row will have them.
+        """Store the turns of a rollout before it is recorded; ``None`` if they will be in the row.
 
-        The one method that any thread may call: it knows no database, and may wait for a storage far away. Raises as
-        :meth:`~etude.ledger.payloads.Payloads.stow_turns`.
+        Only this method may be called from any thread: it does not use the database, and it may wait for a remote
+        storage. Raises like :meth:`~etude.ledger.payloads.Payloads.stow_turns`.
         """
         if self.payloads is None or not rollout.turns:
             return None
@@ -43,13 +43,13 @@ class StoredTurns:
         return {digest for each in some for digest in self._db.read(partial(_named_turns, each))}
 
     def read_groups(self, places: Sequence[tuple[str, int]]) -> list[Group]:
-        """Some groups, by purpose and index, whose turns are on the way at the same time. Raises ``ValueError``."""
+        """Groups by purpose and index; their turns are fetched concurrently. Raises ``ValueError``."""
         stored = [self._db.read(partial(_read_group, purpose, index)) for purpose, index in places]
         return whole_groups(stored, self.payloads)
 
 
 def few(items: Sequence[Item], most: int) -> Iterator[Sequence[Item]]:
-    """``items`` in batches."""
+    """``items`` in batches of at most ``most``."""
     return (items[start : start + most] for start in range(0, len(items), most))
 
 

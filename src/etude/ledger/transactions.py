@@ -1,17 +1,17 @@
-"""Transactions that survive the loss of their connection and are refused to a process that lost its lease.
+"""Transactions that survive the loss of their connection and reject a process that lost its lease.
 
     write(work)   begin ──▶ prove the lease ──▶ work ──▶ commit ──▶ result
                     ▲              │             │          │
-                    └── wait ◀─────┴─ interrupted┴──────────┤ interrupted: was it kept? the database knows
+                    └── wait ◀─────┴─ interrupted┴──────────┤ interrupted: was it committed? query the database
                                                             └──▶ yes: result
 
-``work`` may run more than once, so it does nothing but read and write rows. A transaction is kept once or not at all,
-also when the reply to its commit is lost: the database is asked about *that* transaction, not about what it might have
-written. So no caller has to be able to repeat itself.
+``work`` may run more than once, so it must only read and write rows. A transaction is committed once or not at all,
+even if the reply to its commit is lost: the database reports the status of *that* transaction, independent of its
+content. So callers need not be idempotent.
 
-Every wait is bounded by the retry timeout, the one after a lost commit by as much again; then the caller gets
-:class:`~etude.ledger.database.LedgerUnavailable`. The thread is blocked meanwhile: there is nothing that a process
-without its ledger may do.
+Every wait is bounded by the retry timeout, and the wait after a lost commit by the same time again; then the caller
+gets :class:`~etude.ledger.database.LedgerUnavailable`. The thread blocks during the wait, because a process cannot do
+anything without its ledger.
 """
 
 import time
@@ -25,16 +25,16 @@ from etude.ledger.database import Database, Interrupted, LedgerUnavailable
 from etude.ledger.leases import Lease, prove
 
 BACKOFF = Backoff(first_s=0.02, longest_s=1.0)
-"""Between two tries."""
+"""Delays between attempts."""
 
 T = TypeVar("T")
 Work = Callable[[Database], T]
 
 
 def retry(attempt: Callable[[], T], name: str, timeout_s: float) -> T:
-    """Return the result of ``attempt``, which is tried again for ``timeout_s`` while it is interrupted.
+    """Return the result of ``attempt``, with retries for ``timeout_s`` while it is interrupted.
 
-    Raises :class:`~etude.ledger.database.LedgerUnavailable` about the ledger of that ``name``.
+    Raises :class:`~etude.ledger.database.LedgerUnavailable` for the ledger ``name``.
     """
     deadline_s = time.monotonic() + timeout_s
     for delay_s in BACKOFF.delays():
@@ -58,7 +58,7 @@ class Transactions:
         self._database = database
         self._retry_timeout_s = retry_timeout_s
         self.lease: Lease | None = None
-        """The lease that every write has to prove first; a connection has at most one."""
+        """The lease that every write checks first; a connection has at most one."""
 
     @property
     def name(self) -> str:
@@ -66,23 +66,23 @@ class Transactions:
         return self._database.name
 
     def read(self, work: Work[T]) -> T:
-        """Return the result of ``work``, which only reads; its statements see one moment each."""
+        """Return the result of ``work``, which only reads; each statement sees its own snapshot."""
         return retry(lambda: work(self._database), self.name, self._retry_timeout_s)
 
     def write(self, work: Work[T]) -> T:
-        """Return the result of ``work`` once everything it wrote is kept. Whatever it raises undoes it.
+        """Return the result of ``work`` once its writes are committed; any exception from it undoes them.
 
-        Raises :class:`~etude.errors.FencedError` when the lease is lost, and
+        Raises :class:`~etude.errors.FencedError` if the lease is lost, and
         :class:`~etude.ledger.database.LedgerUnavailable`.
         """
         return retry(lambda: self._once(work), self.name, self._retry_timeout_s)
 
     def scrub(self) -> None:
-        """Make what was deleted unreadable."""
+        """Make deleted data unreadable."""
         retry(self._database.scrub, self.name, self._retry_timeout_s)
 
     def close(self) -> None:
-        """Let go of the connection. What was written is kept even without."""
+        """Close the connection. Committed writes are safe even without this call."""
         self._database.close()
 
     def _once(self, work: Work[T]) -> T:
@@ -105,17 +105,17 @@ class Transactions:
 
 
 class LedgerConnection(Closing):
-    """One process's way into a ledger, open until it lets go; not to be shared between threads."""
+    """One process's open connection to a ledger; not to be shared between threads."""
 
     def __init__(self, transactions: Transactions) -> None:
         self._db = transactions
 
     def scrub(self) -> None:
-        """Make what was deleted unreadable, as far as the database can. Raises
-        :class:`~etude.ledger.database.LedgerUnavailable` while another process keeps it from that.
+        """Make deleted data unreadable, as far as the database can. Raises
+        :class:`~etude.ledger.database.LedgerUnavailable` while another process prevents it.
         """
         self._db.scrub()
 
     def close(self) -> None:
-        """Let go of the database. What was committed is safe even without."""
+        """Close the connection. Committed writes are safe even without this call."""
         self._db.close()

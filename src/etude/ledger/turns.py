@@ -1,12 +1,12 @@
-"""The turns of a session as one blob of arrays: how they leave the gateway, and how they lie in a ledger's record.
+"""The turns of a session as one blob of arrays: the format of the gateway's output and of a ledger's records.
 
-Owns the form: a safetensors file whose arrays hold all turns end to end. Per-token data never becomes JSON. Routes and
-sampling masks do not travel: they are in payload files (:mod:`etude.ledger.payloads`), to which a turn refers.
+Owns the format: a safetensors file whose arrays concatenate all turns. Per-token data never becomes JSON. Routes and
+sampling masks are not in the blob, but in payload files (:mod:`etude.ledger.payloads`) that a turn references.
 
-Every turn of a conversation reads again what the turns before it read, so prompts that were written out would grow with
-the square of its length. Those of one branch lie in one array wherever they are kept, and here, too: prompts that begin
-at the same byte of memory are one span of ``prompt_ids``, as long as the longest of them. They come back as views of
-it, so the way through a blob costs 4 bytes per token of a branch and 12 per sampled one, however many turns there are.
+Each turn of a conversation repeats the tokens of earlier turns, so full prompts would grow quadratically with its
+length. In memory the prompts of one branch share an array, and here as well: prompts that start at the same address are
+one span of ``prompt_ids``, as long as the longest of them. They are decoded as views of it, so a blob costs 4 bytes per
+token of a branch and 12 per sampled token, for any number of turns.
 
     prompt_ids       int32   [N]   every branch         completion_ids       int32   [ΣC]
     prompt_starts    int64   [T]   in prompt_ids        completion_offsets   int64   [T + 1]
@@ -15,8 +15,8 @@ it, so the way through a blob costs 4 bytes per token of a branch and 12 per sam
     kind             uint8   [T]   index into TurnKind  temperatures         float64 [T]
     payload_digests  uint8   [T, 32]                    payload_sizes        int64   [T]  bytes; −1: no payload
 
-A blob of the first form has ``prompt_offsets`` [T + 1], every prompt by itself, in place of starts and lengths, and no
-kinds; it is still read.
+A blob in the first format has ``prompt_offsets`` [T + 1] and separate prompts instead of starts and lengths, and no
+kinds; it can still be read.
 """
 
 import json
@@ -55,15 +55,15 @@ FORMS: Mapping[str, np.dtype[Any]] = MappingProxyType(
 DIGEST_BYTES = 32
 """Bytes of a SHA-256."""
 NO_PAYLOAD = -1
-"""Size of the payload of a turn that has none."""
+"""Payload size of a turn without a payload."""
 FINISHES = tuple(Finish)
-"""Finishes by their number; new ones come last."""
+"""Finishes by index; append new ones."""
 KINDS = tuple(TurnKind)
-"""Kinds by their number; new ones come last."""
+"""Kinds by index; append new ones."""
 
 
 def encode_turns(turns: Sequence[Turn], rollout_id: str = "") -> bytes:
-    """All turns as one safetensors file, whose metadata name their rollout.
+    """All turns as one safetensors file; its metadata name the rollout.
 
     Raises ``ValueError`` for a turn whose routes or sampling mask are in memory.
     """
@@ -92,9 +92,9 @@ def encode_turns(turns: Sequence[Turn], rollout_id: str = "") -> bytes:
 
 
 def decode_turns(data: bytes) -> tuple[Turn, ...]:
-    """The turns of :func:`encode_turns`; their arrays are read-only and share memory.
+    """The turns that :func:`encode_turns` encoded; their arrays are read-only and share memory.
 
-    Raises ``ValueError`` on anything else. What it takes to read a blob is bounded by the size of it.
+    Raises ``ValueError`` for anything else. The cost of a read is bounded by the blob's size.
     """
     try:
         arrays = _in_todays_form(load(data))
@@ -108,9 +108,9 @@ def decode_turns(data: bytes) -> tuple[Turn, ...]:
 
 
 def _branches(prompts: Sequence[Ids]) -> tuple[list[Ids], list[int]]:
-    """The longest prompt of each branch, and where each prompt starts once these lie end to end.
+    """The longest prompt of each branch, and the start of each prompt in their concatenation.
 
-    Contiguous arrays that begin at the same byte of memory are the same as far as both go.
+    Contiguous arrays with the same address have the same values up to the length of the shorter one.
     """
     addresses = [ids.ctypes.data for ids in prompts]
     longest: dict[int, Ids] = {}
@@ -127,7 +127,7 @@ def _joined(parts: Sequence[Array], name: str) -> Array:
 
 
 def _in_todays_form(arrays: dict[str, Array]) -> dict[str, Array]:
-    """The arrays of a blob of the first form as one of today's has them; any others as they are."""
+    """The arrays of a blob in the first format, converted to the current one; others unchanged."""
     if "prompt_offsets" not in arrays:
         return arrays
     offsets = arrays.pop("prompt_offsets").ravel()
@@ -137,7 +137,7 @@ def _in_todays_form(arrays: dict[str, Array]) -> dict[str, Array]:
 
 
 def _check(arrays: dict[str, Array]) -> int:
-    """The number of turns, once every array has its type and a length that fits the others."""
+    """Check that every array has its type and a consistent length; return the number of turns."""
     forms = {name: array.dtype for name, array in arrays.items()}
     if forms != FORMS:
         raise ValueError(f"turns are made of {forms}, expected {dict(FORMS)}")
@@ -153,7 +153,7 @@ def _check(arrays: dict[str, Array]) -> int:
 
 
 def _prompts(arrays: dict[str, Array]) -> list[slice]:
-    """The place of each turn's prompt. They may overlap: that is what they do in a conversation, and costs nothing."""
+    """The slice of each turn's prompt. Slices overlap within a conversation, which costs nothing."""
     starts, lengths, size = arrays["prompt_starts"], arrays["prompt_lengths"], arrays["prompt_ids"].size
     wrong = np.flatnonzero((starts < 0) | (lengths < 0) | (starts > size) | (lengths > size - starts))
     if len(wrong):
@@ -163,7 +163,7 @@ def _prompts(arrays: dict[str, Array]) -> list[slice]:
 
 
 def _completions(arrays: dict[str, Array]) -> list[slice]:
-    """The place of each turn's completion. They never overlap, so all of them together are as long as their array."""
+    """The slice of each turn's completion. Slices never overlap; together they cover the whole array."""
     offsets, size = arrays["completion_offsets"], arrays["completion_ids"].size
     if offsets[0] != 0 or offsets[-1] != size or bool((offsets[1:] < offsets[:-1]).any()):
         raise ValueError(f"the {len(offsets)} completion_offsets do not ascend from 0 to {size}")

@@ -109,7 +109,7 @@ def attach(model: Decoder, spec: AdapterSpec, *, base: str, seed: int = 0, dtype
 
 
 def count_factors(model: Decoder, spec: AdapterSpec) -> int:
-    """Numbers of A and B that :func:`attach` would make; the model may lie on ``meta``."""
+    """Number of elements of A and B that :func:`attach` would create; the model may be on ``meta``."""
     shapes = [(place.weight.shape, len(place.parts)) for place in _places(model) if place.target in spec.targets]
     return sum(
         spec.rank * (parts * inputs + outputs) * math.prod(experts) for (*experts, outputs, inputs), parts in shapes

@@ -1,8 +1,7 @@
-"""Attention layers: from hidden states to queries, keys and values, and back. Masks and caches are not theirs.
+"""Attention layers: from hidden states to queries, keys and values, and back. They own neither masks nor caches.
 
 Keys and values go to an :data:`Attend` that the caller passes: packed sequences in the trainer, a paged cache in an
-engine. So both sides run one model and can differ in nothing but where keys lie.
-
+engine. So both sides run one model and can differ only in the location of keys.
 Shape legend: N tokens, H hidden, Q query heads, K key heads, D width of a key, W width of a value, L latent width, I
 inputs, O outputs, h heads.
 """
@@ -25,7 +24,7 @@ Latent attention's values are a view of the first W columns of keys.
 """
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms inside latent attention, added to the mean square, whatever the model's own ``norm_eps`` is."""
+"""Epsilon of the norms inside latent attention, added to the mean square, independent of the model's ``norm_eps``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +137,7 @@ class LatentAttention(nn.Module):
         return linear(arithmetic, values_NQW.flatten(1), self.output, self.output_lora)
 
     def _turn(self, x_NhD: Tensor, arithmetic: Arithmetic, rotation: Rotation) -> Tensor:
-        """Apply positions. Neighbours that turn together are sorted into halves first; scores do not see the order."""
+        """Apply positions. Interleaved pairs are first sorted into halves; scores do not depend on the order."""
         if self._interleaved:
             x_NhD = x_NhD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return arithmetic.rotate(x_NhD, rotation.cosines_ND, rotation.sines_ND)

@@ -179,7 +179,7 @@ class StoredCheckpoint:
                     self._files[name] = stream
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in the type that it is stored in."""
+        """One tensor, in its stored type."""
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
@@ -202,7 +202,7 @@ class StoredCheckpoint:
             raise DamagedError(f"{self.folder} does not fit its own config.json: {named}{more}")
 
     def load(self, model: CausalModel) -> None:
-        """Copy everything, tensor by tensor, after :meth:`check` found it fit."""
+        """Copy all tensors, one by one, after :meth:`check`."""
         self.check(model)
         for part in (*model.blocks, model):
             fill(part, self.read)

@@ -73,7 +73,7 @@ class DecoderBlock(nn.Module):
         return x_NH + self._norm(arithmetic, update_NH, self.fed_gain)
 
     def _norm(self, arithmetic: Arithmetic, x_NH: Tensor, gain: Tensor | None) -> Tensor:
-        """[N,H], unchanged if the layer has no such norm."""
+        """[N,H], unchanged if the layer lacks this norm."""
         return x_NH if gain is None else arithmetic.norm(x_NH, gain, self._eps, self._offset)
 
 
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         per token and block; a third more work, the same gradients.
         """
         self.adapters: Adapters | None = None
-        """Adapters beside frozen weights; if there are any, they alone are the model's state."""
+        """Adapters of a frozen model; if there are any, only they are the model's state."""
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.blocks = nn.ModuleList(DecoderBlock(spec, layer) for layer in range(spec.layers))
         self.gain = nn.Parameter(gains(spec, spec.hidden_size))

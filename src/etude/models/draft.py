@@ -1,17 +1,18 @@
-"""The draft head: one more block behind a decoder, which guesses the token after the next from what the decoder knows.
+"""The draft head: one more block after a decoder, which predicts the token after the next from the decoder's state.
 
     hidden state of token i − 1 ──▶ norm ─┐
                                           ├──▶ join ──▶ one transformer block ──▶ norm ──▶ the decoder's output matrix
     embedding of token i ─────────▶ norm ─┘                    │
-                                                               └──▶ in place of the hidden state of token i: one further
+                                                               └──▶ as the hidden state of token i: drafts one more
+                                                               token
 
-DeepSeek-V3's module for multi-token prediction (arXiv 2412.19437 section 2.2, eq. 21–23), with its embedding and its
-output matrix shared with the decoder's. A row stands at the position of its token: it depends on that token and those
-before it, so its keys lie in the pages of the decoder's cache as one more layer, and a shared prefix has them, too. A
-sequence's first token has no hidden state before it; zeros stand for it.
+DeepSeek-V3's module for multi-token prediction (arXiv 2412.19437 section 2.2, eq. 21–23), which shares its embedding
+and its output matrix with the decoder. A row has the position of its token: it depends on that token and earlier ones,
+so its keys are one more layer in the pages of the decoder's cache, and a shared prefix includes them. A sequence's
+first token has no previous hidden state; zeros replace it.
 
-Owns the head's own weights and what it computes; how it is used to sample is
-:mod:`etude.engines.native.drafting`'s, how it is trained :mod:`etude.trainer.draft`'s.
+Owns the head's own weights and its computation; :mod:`etude.engines.native.drafting` owns its use for sampling,
+:mod:`etude.trainer.draft` its training.
 
 Shape legend: N tokens, H hidden.
 """
@@ -28,9 +29,7 @@ from etude.models.spec import ModelSpec
 
 
 def block_spec(spec: ModelSpec) -> ModelSpec:
-    """The spec whose last block is the draft head's: like the decoder's own last one, sparse or with a window if that
-    is.
-    """
+    """The spec whose last block is the draft head's: sparse, or with a window, if the decoder's last block is."""
     last = spec.layers - 1
     sparse = (*spec.sparse_layers, spec.layers) if last in spec.sparse_layers else spec.sparse_layers
     window = spec.window
@@ -41,7 +40,7 @@ def block_spec(spec: ModelSpec) -> ModelSpec:
 
 @final
 class DraftHead(nn.Module):
-    """The weights of a draft head around a block that :func:`block_spec` gives."""
+    """The weights of a draft head around a block with the spec of :func:`block_spec`."""
 
     def __init__(self, spec: ModelSpec, block: nn.Module) -> None:
         super().__init__()
@@ -55,9 +54,10 @@ class DraftHead(nn.Module):
     def forward(
         self, hidden_NH: Tensor, embedded_NH: Tensor, arithmetic: Arithmetic, rotation: Rotation, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """(hidden states [N,H] to go on from, the same normalised for the output matrix) of N rows.
+        """(hidden states [N,H] for the next draft, the same normalised for the output matrix) of N rows.
 
-        ``hidden_NH`` are those of the tokens before, the decoder's or this head's own; ``embedded_NH`` the embeddings.
+        ``hidden_NH`` are the previous tokens' hidden states, the decoder's or this head's; ``embedded_NH`` the
+        embeddings.
         """
         both_NI = torch.cat(
             (

@@ -2,7 +2,7 @@
 
 Read: ``qwen3``, ``qwen3_moe``, ``qwen2``, ``llama``, ``mistral``, ``deepseek_v3``, ``kimi_k2``, ``glm4_moe`` (GLM-4.5,
 4.6), ``gemma3_text`` and ``gpt_oss``, as transformers 4 and 5 write them. An unsupported value that would change the
-computation is refused by name, never ignored; an absent key has transformers' default for that family, or is refused.
+computation is rejected by name, never ignored; an absent key has transformers' default for that family, or is rejected.
 Written: the family whose model computes the same, so ``mistral`` without a window is written as ``llama`` and
 ``kimi_k2`` as ``deepseek_v3``.
 """
@@ -142,7 +142,7 @@ class ConfigFields:
         return value
 
     def expect(self, name: str, value: Json, *, fix: str, absent: Json = None) -> None:
-        """Refuse any other value than ``value``. Null is accepted, and so is an absent key, unless its default
+        """Reject any other value than ``value``. Null is accepted, and so is an absent key, unless its default
         ``absent`` is another value.
         """
         actual = self._values.get(name, absent)

@@ -50,7 +50,7 @@ class FastArithmetic:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type that parameters are rounded to; ``None`` leaves them as they are."""
+        """The type to which parameters are rounded; ``None``: they are not rounded."""
         return self._dtype
 
     def embed(self, token_ids_N: Tensor, weight_VH: Tensor, scale: float = 1.0) -> Tensor:
@@ -102,7 +102,7 @@ class FastArithmetic:
         return scores_NE.softmax(-1, dtype=torch.float32)
 
     def dispatch(self, experts_Nk: Tensor, experts: int) -> Dispatch:
-        """A stable sort, and where each expert's rows end."""
+        """Sort stably, and return the end of each expert's rows."""
         pairs = experts_Nk.reshape(-1)
         order_R = pairs.argsort(stable=True)
         counts_E = torch.zeros(experts, dtype=torch.int32, device=pairs.device)
@@ -411,7 +411,7 @@ def _attend(
 
 
 def pages_of(positions: int, page: int) -> int:
-    """The most pages that a run of positions can span."""
+    """The maximum number of pages that a run of positions can span."""
     return (positions + page - 2) // page + 1
 
 

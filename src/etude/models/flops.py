@@ -1,7 +1,7 @@
 """Floating-point operations of a forward pass, from the model spec alone.
 
 One multiplication and one addition are two operations, and a backward pass costs twice its forward pass. Norms, gates
-and the softmax are left out: they are to the products what a model's width is to its square. Pure.
+and the softmax are left out, since they grow linearly in the model's width, and products quadratically. Pure.
 """
 
 from etude.models.spec import GroupedSpec, LatentSpec, ModelSpec

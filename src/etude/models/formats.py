@@ -1,7 +1,7 @@
 """Block-scaled formats of eight and four bits: rounding, encoding and decoding of matrices.
 
-Owns what the formats *are*. Which tensors of a model have them, their names and their gradients are
-:mod:`etude.models.lowprecision`'s; the same rounding as compiled loops is in
+Owns the formats themselves. :mod:`etude.models.lowprecision` owns their use: which tensors of a model have them, their
+names and their gradients; the same rounding as compiled loops is in
 :mod:`etude.models.kernels.lowprecision`.
 
 Every device must produce the same bits, so only comparisons, maxima and single IEEE operations occur, and
@@ -11,7 +11,7 @@ Every device must produce the same bits, so only comparisons, maxima and single 
   through ``torch.compile``, whose float32 division is approximate;
 * scales have so few significant bits that element times scale fits into float32's 24: decoding does not round, which
   makes encoding a fixed point (what was published, loaded and encoded again has the same codes);
-* no scale is below 2⁻¹⁰⁰, so nothing that survives is subnormal, and it does not matter who flushes those to 0.
+* no scale is below 2⁻¹⁰⁰, so no result is subnormal, and flushing subnormals to 0 makes no difference.
 
 Sources: OCP Microscaling Formats v1.0 §5.3–5.4 (E4M3, E2M1, E8M0) and §6.3 (MXFP8); DeepSeek-V3 §3.3 (fp8 in blocks);
 NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149) for nvfp4.
@@ -63,11 +63,11 @@ class ElementFormat:
     """A type of number: value = sign · mantissa · 2^exponent, no infinities."""
 
     round: Callable[[Tensor], Tensor]
-    """float32 → float32: the nearest value, of two the even one, at most the largest; keeps NaN and the sign of 0."""
+    """float32 → float32: the nearest value, ties to even, limited to the largest; preserves NaN and the sign of 0."""
     pack: Callable[[Tensor], Tensor]
     """Values → codes, in the type they are stored in."""
     unpack: Callable[[Tensor], Tensor]
-    """Codes → values; with two codes in a byte the last axis gets twice as long."""
+    """Codes → values; with two codes per byte the last axis becomes twice as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ def _unpack_e4m3(codes: Tensor) -> Tensor:
 
 
 def _round_e2m1(x: Tensor) -> Tensor:
-    """Steps of ½ below 2, of 1 below 4, of 2 up to 6; ``torch.round`` takes the even one of two."""
+    """Steps of ½ below 2, of 1 below 4, of 2 up to 6; ``torch.round`` resolves ties to even."""
     size = x.abs().clamp(max=E2M1_LARGEST)
     coarse = torch.where(size < 4, size.round(), (size * 0.5).round() * 2)
     return torch.where(size < 2, (size * 2).round() * 0.5, coarse).copysign(x)
@@ -156,7 +156,7 @@ def _float_scales(largest_Moi: Tensor) -> tuple[Tensor, None]:
 
 
 def _power_scales(largest_Moi: Tensor) -> tuple[Tensor, None]:
-    """2^(⌊log₂ largest⌋ − 8), as OCP MX §6.3 has it: numbers in (464, 512) scales are cut to 448."""
+    """2^(⌊log₂ largest⌋ − 8), as in OCP MX §6.3: numbers in (464, 512) scales are clipped to 448."""
     exponents = largest_Moi.view(torch.int32) >> FLOAT_MANTISSA_BITS
     lowered = (exponents - E4M3_TOP_EXPONENT).clamp(min=FLOAT_BIAS + LEAST_EXPONENT)
     scales_Moi = (lowered << FLOAT_MANTISSA_BITS).view(torch.float32)

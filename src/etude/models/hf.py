@@ -288,7 +288,7 @@ class _BlockList(tuple[HfBlock, ...]):
 
 @final
 class _GivenHidden(nn.Module):
-    """A model below the output layer whose hidden states are there already."""
+    """A model below the output layer whose hidden states are already computed."""
 
     def __init__(self, hidden_1NH: Tensor) -> None:
         super().__init__()
@@ -469,7 +469,7 @@ def _compute(
 
 @contextmanager
 def _rounded(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
-    """Parameters of ``modules`` rounded to a type while this lasts, with gradients for what they are rounded from."""
+    """Round parameters of ``modules`` to a type while the context is open; gradients go to the original parameters."""
     before = [] if dtype is None else [(module, dict(module._parameters)) for module in modules]
     for module, own in before:
         for name, parameter in own.items():

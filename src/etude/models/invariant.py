@@ -34,7 +34,7 @@ Forward: TypeAlias = Callable[..., Tensor]
 TORCH = FastArithmetic()
 """The arithmetic of gradients."""
 ROWS_PER_TASK = 256
-"""Least number of rows for which a product is worth another thread."""
+"""Minimum number of rows for which another thread of a product is worthwhile."""
 
 
 @final
@@ -188,7 +188,7 @@ class _Twofold(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: Forward, twin: Forward, *inputs: Any) -> Tensor:
-        """Run the kernel and keep the inputs."""
+        """Run the kernel and save its inputs."""
         ctx.twin = twin
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
         ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
@@ -327,7 +327,7 @@ NO_IDS = np.zeros(0, np.int64)
 
 
 def _stored(dtype: torch.dtype | None, weight: Tensor) -> Tensor:
-    """A parameter, key or value as an engine of this type holds it."""
+    """A parameter, key or value as an engine of this type stores it."""
     return weight if dtype in (None, weight.dtype) else weight.to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): y = Wx + scale · B(Ax) beside a frozen W, of experts as of any matrix.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = Wx + scale · B(Ax) with a frozen W, for experts as for any matrix.
 
 The adapter of a product is never merged into W while a model is trained or served: both sides compute this function
 with the same :class:`~etude.models.arithmetic.Arithmetic`, so that they agree as without an adapter. W may combine
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from etude.models.arithmetic import Arithmetic
 
 RANK_STEP = 8
-"""Granularity of ranks: the least that grouped products of experts support in every type on a GPU."""
+"""Granularity of ranks: the minimum that grouped products of experts support in every type on a GPU."""
 
 
 @final
@@ -136,7 +136,7 @@ def linear(
 
 @final
 class Adapters(nn.Module):
-    """The facts about a model's adapter, beside its factors: published with them, and never trained."""
+    """The facts about a model's adapter, in addition to its factors: published with them, and never trained."""
 
     base: Tensor
     """uint8 [16]: the state digest of the frozen weights."""

@@ -1,7 +1,7 @@
 """Experts in eight or four bits: rounding of their inputs and weights, and the published form of the latter.
 
 Owns the formats that ``[numerics] experts`` names, as a rounding with a straight-through gradient and as checkpoint
-tensors. What the formats are is :mod:`etude.models.formats`'s; matrix products are an
+tensors. :mod:`etude.models.formats` defines the formats; matrix products are an
 :class:`~etude.models.arithmetic.Arithmetic`'s.
 
 The trainer rounds its float32 weights in every forward pass and publishes the codes of the same rounding; an engine
@@ -9,12 +9,12 @@ decodes them. Both round activations, each token by itself: a scale shared by a 
 batch mates and on its own future (Cursor, Composer 2 report: RL with the stock per-tensor NVFP4 scale diverged). So
 both multiply the same numbers, to the bit, in float32 as in bfloat16.
 
-Own code and not torchao (0.18): its nvfp4 has one activation scale per tensor, multiplies by rounded reciprocals, and
-trains on Blackwell GPUs only.
+Uses own code instead of torchao (0.18): its nvfp4 has one activation scale per tensor, multiplies by rounded
+reciprocals, and trains on Blackwell GPUs only.
 
-GPUs with block-scaled matrix units can multiply the codes themselves (``torch.nn.functional.scaled_grouped_mm``). It
+GPUs with block-scaled matrix units can multiply the codes themselves (``torch.nn.functional.scaled_grouped_mm``). That
 belongs into a leaf of ``Arithmetic``, as a grouped product of two :class:`~etude.models.formats.Quantised`, on both
-sides or on none: its sums are in another order than those of decoded numbers.
+sides or on neither: its order of summation differs from that of decoded numbers.
 
 Shape legend: R rows (tokens), E experts, P matrices that are one fused parameter (gate and up), O outputs, I inputs,
 M matrices, each on its own.
@@ -54,7 +54,7 @@ class ExpertFormat:
     scale_name: str
     """Suffix of a weight's block scales in checkpoints."""
     config: Mapping[str, Any]
-    """The entry in ``config.json``, but for the modules that are left alone."""
+    """The entry in ``config.json``, without the modules that are not quantised."""
     ignored_key: str
     """And the key under which it lists those."""
 
@@ -72,12 +72,12 @@ class ExpertFormat:
     def weight(self, w_EOI: Tensor, *, parts: int) -> Tensor:
         """[E,O,I] of the format's numbers, in ``w``'s type; the gradient passes straight through.
 
-        ``parts`` matrices of O/parts rows lie below each other: 2 for gate and up, 1 for down. In checkpoints they are
-        apart, so no block of a square format may reach into the next; a second scale they share, as a fused product
-        needs it.
+        ``parts`` matrices of O/parts rows are stacked: 2 for gate and up, 1 for down. In checkpoints they are separate,
+        so no block of a square format may extend into the next matrix; they share a second scale, as a fused product
+        requires.
 
-        For the trainer, on its float32 weights, before they are cast. Decoded weights have been rounded: in float32 a
-        second time changes nothing, but in bfloat16 it would.
+        For the trainer, on its float32 weights, before they are cast. Decoded weights are already rounded: rounding
+        them again has no effect in float32, but would in bfloat16.
         """
         return _through(self._matrices(w_EOI, parts), self).view(w_EOI.shape)
 
@@ -112,7 +112,7 @@ class ExpertFormat:
         return ("weight", self.scale_name, *((SCALE_2,) if self.blocks.has_outer else ()))
 
     def _matrices(self, w_EOI: Tensor, parts: int) -> Tensor:
-        """[M,O,I]: cut so that what shares a scale is one matrix."""
+        """[M,O,I]: split so that all numbers with a common scale are one matrix."""
         experts, outputs, inputs = w_EOI.shape
         if outputs % parts:
             raise ValueError(f"{parts} matrices below each other cannot have {outputs} rows together")
@@ -134,7 +134,7 @@ FP8 = ExpertFormat(
     ),
     ignored_key="modules_to_not_convert",
 )
-"""DeepSeek-V3's, its names included. transformers (5.23) reads it only where 128 divides both sides of every matrix."""
+"""DeepSeek-V3's format and names. transformers (5.23) reads it only if 128 divides both sides of every matrix."""
 MXFP8 = ExpertFormat(
     name="mxfp8",
     blocks=formats.MXFP8,
@@ -208,7 +208,7 @@ def quantization_config(state: State, form: ExpertFormat, chosen: Choice = is_ro
 
 
 def _parameters(state: State, chosen: Choice) -> Iterator[tuple[str, ...]]:
-    """Names of the chosen matrices; gate and up, which a model multiplies with as one, together."""
+    """Names of the chosen matrices; gate and up form one group, since a model multiplies with them as one matrix."""
     names = dict.fromkeys(filter(chosen, state))
     for name in names:
         gate, up = name.replace(".up_proj.", ".gate_proj."), name.replace(".gate_proj.", ".up_proj.")

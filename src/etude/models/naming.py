@@ -1,7 +1,7 @@
 """Checkpoint tensors as views into parameters: Hugging Face's names, one per projection and expert.
 
-A decoder keeps parameters fused (``qkv``, ``gate_up``, all experts in one tensor); here alone is written how the two
-correspond. Owns names and views, no files.
+A decoder stores parameters fused (``qkv``, ``gate_up``, all experts in one tensor); only this module has the mapping
+between the two. Owns names and views, no files.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ Views: TypeAlias = Iterator[tuple[str, Tensor]]
 """Pairs of a name and a view into a parameter; writing to the view writes to the model."""
 
 HEAD = "lm_head.weight"
-"""The output matrix, of a model whose embedding is not used for it."""
+"""The output matrix of a model that does not use its embedding for it."""
 
 
 def outer_views(model: Decoder) -> Views:

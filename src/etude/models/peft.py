@@ -1,8 +1,7 @@
 """Adapters as PEFT folders: ``adapter_config.json`` and ``adapter_model.safetensors``, which PEFT and vLLM load.
 
 Owns the two files and PEFT's prefix of names; the rest of a name, and every number, is that of a state of
-:mod:`etude.models.adapters`. An expert's matrices have factors of their own, named as modules are where each expert is
-one.
+:mod:`etude.models.adapters`. An expert's matrices have their own factors, named as if each expert were a module.
 """
 
 import json
@@ -23,9 +22,9 @@ from etude.models.spec import ModelSpec
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Begins every name in a PEFT file."""
+"""Prefix of every name in a PEFT file."""
 PLAIN = ("bias", "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")
-"""Keys of a configuration which change what is computed; étude has their plain values only."""
+"""Keys of a configuration that change the computation; étude supports only their default values."""
 
 
 def write_peft(folder: Path, state: Mapping[str, Tensor], spec: ModelSpec, *, base_name: str) -> None:
@@ -51,7 +50,7 @@ def write_peft(folder: Path, state: Mapping[str, Tensor], spec: ModelSpec, *, ba
 
 
 def _target_modules(adapted: set[str], spec: ModelSpec) -> list[str]:
-    """The last words of the adapted modules' names, or whole names where others end with these words, too."""
+    """The last parts of the adapted modules' names, or whole names if other modules' names end with them, too."""
     words = {name.rpartition(".")[2] for name in adapted}
     with torch.device("meta"):
         model = Decoder(spec)

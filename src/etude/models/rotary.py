@@ -1,8 +1,8 @@
-"""Rotary position tables: cosines and sines of every position, for every scaling that a checkpoint may ask for.
+"""Rotary position tables: cosines and sines of every position, for every supported scaling of a checkpoint.
 
-Owns the tables; turning is :meth:`~etude.models.arithmetic.Arithmetic.rotate`. Made by numpy on the host, through
-correctly rounded float64, so that trainer and engine have the same bits on different machines; within one unit in the
-last place they are what transformers computes.
+Owns the tables; :meth:`~etude.models.arithmetic.Arithmetic.rotate` applies them. numpy computes them on the host,
+through correctly rounded float64, so that trainer and engine have the same bits on different machines; they are within
+one unit in the last place of transformers' tables.
 
 Shape legend: P positions, F frequencies (half the width of what is turned), D that width.
 """
@@ -50,7 +50,7 @@ def frequencies(rope: RopeSpec, width: int) -> Frequencies:
 
 
 def _llama3(rates_F: Frequencies, scaling: Llama3Scaling) -> Frequencies:
-    """Blend each frequency with its slowed-down self by how often it turns in the original context."""
+    """Blend each frequency with its slowed-down one, weighted by its number of turns in the original context."""
     turns_F = scaling.original_positions * rates_F / np.float32(2 * math.pi)
     kept_F = (turns_F - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
     return _blended(rates_F, scaling.factor, kept_F)
@@ -74,7 +74,7 @@ def _yarn(rates_F: Frequencies, scaling: YarnScaling, theta: float) -> Frequenci
 
 
 def _blended(rates_F: Frequencies, factor: float, kept_F: npt.NDArray[np.floating]) -> Frequencies:
-    """Frequencies divided by ``factor``, but for the share ``kept_F`` of each, which is clipped to 0 … 1."""
+    """Frequencies divided by ``factor``, except for the share ``kept_F`` of each, which is clipped to 0 … 1."""
     share_F = np.clip(kept_F, 0, 1).astype(np.float32)
     blended_F: Frequencies = (1 - share_F) * rates_F / np.float32(factor) + share_F * rates_F
     return blended_F

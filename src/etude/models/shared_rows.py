@@ -1,9 +1,9 @@
-"""Packed sequences without repetition: tokens of the same past are computed once.
+"""Packed sequences without repetition: tokens with the same past are computed once.
 
 A batch repeats itself: every conversation of a harness begins with its system message, every rollout of a group with
-its task. What a causal model computes for a token depends on that token and those before it, so equal beginnings have
-equal rows: the nodes of a prefix tree (after *Prefix Grouper*, arXiv 2506.05433, which shares the prefix of each
-group). Pure, but for the tensors in its result.
+its task. A causal model's result for a token depends only on that token and earlier ones, so equal prefixes have equal
+rows: the nodes of a prefix tree (after *Prefix Grouper*, arXiv 2506.05433, which shares the prefix of each group).
+Pure, except for the tensors in its result.
 
 Shape legend: N tokens, U rows, U ≤ N.
 """
@@ -29,7 +29,7 @@ class SharedRows:
 
 
 def shared_rows(token_ids: Sequence[int], lengths: Sequence[int]) -> SharedRows | None:
-    """The rows of sequences that lie back to back; ``None`` where too few are shared to be worth it."""
+    """The rows of concatenated sequences; ``None`` if too few are shared to be worthwhile."""
     nodes: dict[tuple[int, int], int] = {}
     firsts: list[int] = []
     rows: list[int] = []

@@ -1,13 +1,13 @@
 """Sizes of a model, from its spec alone: parameters by part, and the activations that a training step saves.
 
     outside of blocks     embedding, output matrix, last norm
-    of each block         attention, router, dense or shared feed-forward; apart from them the routed experts
+    of each block         attention, router, dense or shared feed-forward; separately the routed experts
 
-Activations are those that :class:`~etude.models.fast.FastArithmetic` keeps for a backward pass, operation by operation.
-``fused`` is a CUDA device, whose kernels keep less than torch's operations on a CPU. A linear layer and a norm keep
-their inputs; attention by a flash kernel keeps queries, keys, values and outputs (arXiv 2205.14135 §3.1), latent
-attention, for which no such kernel is there, its scores besides. Pure but for a model on ``meta``, whose shapes are
-counted.
+Activations are those that :class:`~etude.models.fast.FastArithmetic` saves for a backward pass, operation by operation.
+``fused`` is a CUDA device, whose kernels save less than torch's operations on a CPU. A linear layer and a norm save
+their inputs; attention by a flash kernel saves queries, keys, values and outputs (arXiv 2205.14135 §3.1); latent
+attention, for which there is no such kernel, saves its scores, too. Pure except for a model on ``meta``, whose shapes
+are counted.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def _count_routed(block: torch.nn.Module) -> int:
 
 
 def saved_bytes(spec: ModelSpec, layer: int, *, item: int, fused: bool, length: int) -> int:
-    """Bytes per token that a block keeps for its backward pass, its input included.
+    """Bytes per token that a block saves for its backward pass, including its input.
 
     ``item`` is the bytes of an activation, ``length`` the tokens of a sequence.
     """
@@ -87,7 +87,7 @@ def saved_bytes(spec: ModelSpec, layer: int, *, item: int, fused: bool, length: 
 
 
 def _norm_saved(width: int, item: int, fused: bool) -> int:
-    """A norm's input and what it makes on the way: torch's operations on a CPU compute it in float32, step by step."""
+    """A norm's input and its intermediate results: torch's operations on a CPU compute it in float32, step by step."""
     if fused:
         return item * width + FLOAT
     return 2 * FLOAT * width + FLOAT
@@ -142,5 +142,5 @@ def _router_saved(experts: ExpertsSpec, hidden: int) -> int:
 
 
 def _gated_saved(size: int, item: int, fused: bool) -> int:
-    """Gate and up, their product, and between the two the gate's activation where it is an operation of its own."""
+    """Gate and up, their product, and the gate's activation if it is a separate operation."""
     return item * size * (3 if fused else 4)

@@ -144,7 +144,7 @@ class GroupedSpec:
 
     @property
     def key_heads(self) -> int:
-        """Key heads that a cache holds."""
+        """Number of key heads in a cache."""
         return self.kv_heads
 
     @property
@@ -159,12 +159,12 @@ class GroupedSpec:
 
     @property
     def rotary_width(self) -> int:
-        """Width of what is turned by position."""
+        """Number of columns that are rotated by position."""
         return self.rotary_dim or self.head_dim
 
     @property
     def values_in_keys(self) -> bool:
-        """True if values are the first columns of keys, so that a cache need not hold them."""
+        """True if values are the first columns of keys, so that a cache need not store them."""
         return False
 
 
@@ -196,7 +196,7 @@ class LatentSpec:
 
     @property
     def key_heads(self) -> int:
-        """Key heads that a cache holds."""
+        """Number of key heads in a cache."""
         return 1
 
     @property
@@ -211,12 +211,12 @@ class LatentSpec:
 
     @property
     def rotary_width(self) -> int:
-        """Width of what is turned by position."""
+        """Number of columns that are rotated by position."""
         return self.rope_dim
 
     @property
     def values_in_keys(self) -> bool:
-        """True if values are the first columns of keys, so that a cache need not hold them."""
+        """True if values are the first columns of keys, so that a cache need not store them."""
         return True
 
 
@@ -368,7 +368,7 @@ TINY_DENSE = ModelSpec(
     dense_size=48,
     tied=False,
 )
-"""The smallest Llama: no experts, no norms of heads, an output matrix of its own."""
+"""The smallest Llama: no experts, no norms of heads, a separate output matrix."""
 
 TINY_LATENT = ModelSpec(
     vocab_size=50,

@@ -185,13 +185,15 @@ class ReleaseController:
 
     def _gate(self, facts: ReleaseFacts, pending: Release, live: Release | None) -> ReleaseDecision | None:
         if facts.gate_failure:
-            return self._take_back(pending, ReleaseState.REJECTED, facts.gate_failure, {}, live)
+            return _reject_unmeasured(pending, facts.gate_failure, {})
         if facts.gate is None:
             return None
         results = checks(facts.gate, self._config)
         evidence, failed = evidence_of(facts.gate, results), [check for check in results if not check.passed]
         if failed:
             reason = "; ".join(f"{check.name}: {check.says}" for check in failed)
+            if not facts.gate.is_measured:
+                return _reject_unmeasured(pending, reason, evidence)
             return self._take_back(pending, ReleaseState.REJECTED, reason, evidence, live)
         return ReleaseDecision(
             moves=(ReleaseMove(release=pending, to=ReleaseState.GATED, reason="passed the gate", evidence=evidence),)
@@ -330,6 +332,15 @@ class ReleaseController:
     @property
     def _metrics(self) -> tuple[MetricConfig, ...]:
         return (self._config.metric, *self._config.guardrails)
+
+
+def _reject_unmeasured(pending: Release, reason: str, evidence: Mapping[str, Json]) -> ReleaseDecision:
+    """Reject a candidate that a machine or a judge kept from being measured.
+
+    Nothing is proven against its weights, so the trainer goes on with them; the next version that is due is measured.
+    """
+    move = ReleaseMove(release=pending, to=ReleaseState.REJECTED, reason=reason, evidence=evidence)
+    return ReleaseDecision(moves=(move,))
 
 
 def canary_facts(

@@ -1,7 +1,7 @@
-"""A sequential A/B test: the difference of a per-user metric between two arms, valid however often it is looked at.
+"""A sequential A/B test: the difference of a per-user metric between two arms, valid for any number of evaluations.
 
     per-user sums of both arms ──▶ mean of users, variance ──▶ confidence sequence
-    users of both arms, share that was drawn ──▶ sample-ratio test
+    users of both arms, drawn share ──▶ sample-ratio test
 
 **Mixture SPRT** (R. Johari, P. Koomen, L. Pekelis and D. Walsh, "Always Valid Inference: Continuous Monitoring of A/B
 Tests", arXiv 1512.04922, for normal data and the mixing N(θ₀, τ²)): with the difference d of two means and its variance
@@ -9,21 +9,21 @@ V, the likelihood ratio of the mixture to a true difference θ₀ is
 
     Λ(θ₀) = sqrt(V / (V + τ²)) · exp(τ² (d − θ₀)² / (2 V (V + τ²)))
 
-Under θ₀ it is a martingale of mean 1, so it ever exceeds 1/α with a chance of α at most (Ville). The θ₀ with
-Λ(θ₀) < 1/α are the confidence sequence. V is estimated, which is right for many users: I. Waudby-Smith, D. Arbour, R.
+Under θ₀ it is a martingale of mean 1, so the probability that it ever exceeds 1/α is at most α (Ville). The θ₀ with
+Λ(θ₀) < 1/α are the confidence sequence. V is estimated, which is valid for many users: I. Waudby-Smith, D. Arbour, R.
 Sinha, E. H. Kennedy and A. Ramdas, "Time-uniform central limit theory and asymptotic confidence sequences", arXiv
 2103.06476.
 
-**Changed:** the unit is the user, not the session, since sessions of one user are alike: a user's value is the mean
-over their sessions, users count equally, and V is the variance over users. τ² is not given by hand but from V, so that
-the sequence is narrowest near a number of users that is given (S. Howard, A. Ramdas, J. McAuliffe and J. Sekhon,
+**Changed:** the unit is the user, not the session, since sessions of one user are similar: a user's value is the mean
+over the user's sessions, users count equally, and V is the variance over users. τ² is derived from V, not set by hand,
+so that the sequence is narrowest near a given number of users (S. Howard, A. Ramdas, J. McAuliffe and J. Sekhon,
 "Time-uniform, nonparametric, nonasymptotic confidence sequences", arXiv 1810.08240, section 3.2). Values beyond the
-:data:`WINSORISED` quantiles of both arms together count as these quantiles: one user in a thousand who waits an hour
-has else all of the variance.
+:data:`WINSORISED` quantiles of both arms together count as these quantiles: otherwise, one user in a thousand who waits
+an hour would dominate the variance.
 
 **Sample-ratio mismatch** (M. Lindon and A. Malek, "Anytime-Valid Inference for Multinomial Count Data", arXiv
-2011.03567, with two cells): the users of each arm against the share that was drawn for it, by the ratio of a
-beta-binomial to the binomial. An experiment whose arms lose users differently says nothing.
+2011.03567, with two cells): compares the users of each arm with its drawn share, by the ratio of a beta-binomial to the
+binomial. An experiment whose arms lose users differently has no valid result.
 
 Pure. Array legend: U users of one arm.
 """
@@ -36,25 +36,25 @@ import numpy as np
 import numpy.typing as npt
 
 WINSORISED = 0.005
-"""Share of users at either end whose values are pulled in to the quantile there."""
+"""Share of users at either end whose values are clipped to the quantile there."""
 TUNED = 8.0
-"""τ² in variances at the number of users where the sequence shall be narrowest; the best for α = 0.05, and flat."""
+"""τ² in variances at the number of users with the narrowest sequence; the flat optimum for α = 0.05."""
 PRIOR_USERS = 100.0
 """Weight of the stated share in the prior of the sample-ratio test, in users: mismatches are small, if any."""
 LEAST_SPREAD = 1e-12
-"""Variances below are of values that are all alike: there is nothing to be told from them."""
+"""Minimum variance; below it all values are equal and show nothing."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UserSums:
-    """One metric in one arm, user by user. Raises ``ValueError`` for arrays that do not belong together."""
+    """One metric in one arm, user by user. Raises ``ValueError`` for inconsistent arrays."""
 
     totals_U: Floats
     """Sum over the user's sessions that have the metric."""
     sessions_U: Floats
-    """Their number, at least 1."""
+    """Number of these sessions, at least 1."""
 
     def __post_init__(self) -> None:
         if self.totals_U.shape != self.sessions_U.shape or (len(self.sessions_U) and self.sessions_U.min() < 1):
@@ -71,7 +71,7 @@ NO_USERS = UserSums(totals_U=np.empty(0), sessions_U=np.empty(0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmCounts:
-    """Users and sessions of one arm, whether they have any metric or not."""
+    """Users and sessions of one arm, with or without metrics."""
 
     users: int = 0
     sessions: int = 0
@@ -81,7 +81,7 @@ class ArmMetrics(Protocol):
     """Signals of users by arm; ``label`` is that of :class:`~etude.routing_table.Assignment`."""
 
     def counts(self, label: str) -> ArmCounts:
-        """Users and ended sessions that were given this label."""
+        """Users and ended sessions with this label."""
         ...
 
     def sums(self, label: str, metric: str) -> UserSums:
@@ -91,7 +91,7 @@ class ArmMetrics(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmDifference:
-    """The mean of users of one arm less that of another, with its confidence sequence."""
+    """The treatment's mean over users minus the control's, with its confidence sequence."""
 
     value: float
     low: float
@@ -107,10 +107,10 @@ class Experiment:
     alpha: float
     """Level of each confidence sequence."""
     tuned_users: int
-    """Users, of both arms, at which sequences are narrowest."""
+    """Number of users, of both arms, at which sequences are narrowest."""
 
     def difference(self, control: UserSums, treatment: UserSums) -> ArmDifference | None:
-        """Treatment less control; ``None`` with fewer than two users in one of them."""
+        """Treatment minus control; ``None`` if one of them has fewer than two users."""
         users = len(control.totals_U), len(treatment.totals_U)
         if min(users) < 2:
             return None
@@ -127,19 +127,19 @@ class Experiment:
         return math.sqrt(variance * total / tau2 * (math.log(total / variance) - 2 * math.log(self.alpha)))
 
     def _tau2(self, variance: float, users: int) -> float:
-        """About constant in time, as the variance falls with the number of users."""
+        """τ², about constant in time, as the variance falls with the number of users."""
         return TUNED * variance * users / self.tuned_users
 
 
 def winsorised(*arms: Floats) -> tuple[Floats, ...]:
-    """The values with their ends pulled in, by quantiles of all arms together, so that no arm is treated otherwise."""
+    """The values clipped to quantiles of all arms together, so that all arms are treated equally."""
     low, high = np.quantile(np.concatenate(arms), [WINSORISED, 1 - WINSORISED])
     return tuple(np.clip(one, low, high) for one in arms)
 
 
 def mismatch_p_value(control: int, treatment: int, share: float) -> float:
-    """The p-value of one look at the users of two arms, the treatment's being a ``share`` of them; the least of all
-    looks is always valid, and exact. Raises ``ValueError`` for a share outside of (0, 1).
+    """The p-value of one evaluation of the users of two arms, where ``share`` is the treatment's; the minimum over all
+    evaluations is always valid, and exact. Raises ``ValueError`` for a share outside (0, 1).
     """
     if not 0 < share < 1:
         raise ValueError(f"share={share}: expected a number between 0 and 1")

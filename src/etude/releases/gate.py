@@ -38,9 +38,9 @@ class Against:
     cost_excess: Interval
     """Sampled tokens of the candidate minus ``max_cost_ratio`` times those of the released version."""
     latency_excess: Interval
-    """Seconds likewise."""
+    """The same for seconds, with ``max_latency_ratio``."""
     suites: Mapping[str, Interval] = field(default_factory=dict)
-    """Suite → mean reward, candidate less released."""
+    """Suite → mean reward, candidate minus released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,11 @@ class MissingTries:
         """Share of the tries that are missing."""
         return self.missing / self.planned
 
+    @property
+    def are_few(self) -> bool:
+        """True if the evaluation counts although they are missing."""
+        return self.share <= MAX_MISSING
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateFacts:
@@ -78,6 +83,11 @@ class GateFacts:
     """``None`` before the first release."""
     missing: tuple[MissingTries, ...] = ()
     """Evaluations of the candidate and of the released version with missing tries."""
+
+    @property
+    def is_measured(self) -> bool:
+        """False if so many tries are missing that a failed check says nothing of the weights."""
+        return all(tries.are_few for tries in self.missing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +146,7 @@ def _few_missing(tries: MissingTries) -> Check:
         f"the last failed because of {tries.reason}"
     )
     name = f"tries of {tries.evaluation}"
-    return Check(name=name, value=tries.share, bound=MAX_MISSING, passed=tries.share <= MAX_MISSING, says=says)
+    return Check(name=name, value=tries.share, bound=MAX_MISSING, passed=tries.are_few, says=says)
 
 
 def _not_inferior(name: str, difference: Interval, margin: float) -> Check:

@@ -1,7 +1,7 @@
 """Routing tables from the states of releases, and the arm that each engine holds under one. Pure.
 
-A table follows from the releases alone, so whoever dies between a move and its table finds out from the ledger what the
-table has to be. Owns what is routed where; the noun is :mod:`etude.routing_table`'s.
+A table depends only on the releases, so a process that dies between a move and its table can derive the table again
+from the ledger. Owns the routing decisions; the classes are in :mod:`etude.routing_table`.
 """
 
 import hashlib
@@ -14,11 +14,10 @@ from etude.routing_table import CANARY, FALLBACK, LIVE, SHADOW, Arm, RoutingTabl
 def routing_table(
     releases: Sequence[Release], shares: Sequence[float], before: RoutingTable | None
 ) -> RoutingTable | None:
-    """The table that the releases of a run ask for; ``before`` itself where that is so already, ``None`` without a
-    release.
+    """The table for the releases of a run; ``before`` itself if it is unchanged, ``None`` without a release.
 
-    ``shares`` are the canary's by its stage. The salt is the candidate's digest: each experiment draws users anew. The
-    former release is kept as the fallback until there is another candidate to hold an engine for.
+    ``shares`` are the canary's shares by stage. The salt is the canary's digest, so that each experiment draws users
+    anew. The former release stays as the fallback until another candidate needs an engine.
     """
     live = live_release(releases)
     if live is None:
@@ -38,11 +37,11 @@ def routing_table(
 
 
 def held_arm(table: RoutingTable, engine: int, engines: int) -> Arm:
-    """The arm that engine ``engine`` of ``engines`` holds, which all engines compute alike.
+    """The arm that engine ``engine`` of ``engines`` holds; all engines compute the same result.
 
-    The newest arm takes engines from the top of an order that its digest gives, the older one from the bottom. So an
-    engine that held a canary goes on holding it when it is released, and the last one of that order never held it: it
-    still has the former release, and going back moves no bytes.
+    The newest arm takes engines from the top of an order derived from its digest, the older arm from the bottom. So an
+    engine with a canary keeps it after its release, and the last engine in that order never had it: it still has the
+    former release, so that a rollback transfers no bytes.
     """
     tried = table.canary or table.shadow
     newest = tried or table.live
@@ -54,7 +53,7 @@ def held_arm(table: RoutingTable, engine: int, engines: int) -> Arm:
 
 
 def _in_state(releases: Sequence[Release], state: ReleaseState) -> Release | None:
-    """The release that is in a state; at most one is pending."""
+    """The release in a state, if any."""
     return next((release for release in releases if release.state is state), None)
 
 
@@ -63,7 +62,7 @@ def _arm(name: str, release: Release, share: float = 0.0) -> Arm:
 
 
 def _same(one: RoutingTable, other: RoutingTable) -> bool:
-    """True if two tables differ by their generation alone."""
+    """Return true if two tables differ only in their generation."""
 
     def content(table: RoutingTable) -> tuple[object, ...]:
         return table.salt, table.arms, table.shadow, table.fallback

@@ -4,9 +4,9 @@
         │           │          │          └────────────┴──▶ rolled_back
         └───────────┴──────────┴──▶ rejected
 
-A candidate is one weight version of the run's log. Stages that the recipe leaves out are passed over, and the first
-release of a run goes from gated to released: there is nobody to compare it with. A canary moves to canary when its
-share grows. Pure.
+A candidate is one weight version of the run's log. Stages that the recipe omits are skipped, and the first release of a
+run moves from gated to released: there is no other to compare it with. A canary moves to canary when its share grows.
+Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ class ReleaseState(StrEnum):
     """State of a weight version on its way to users."""
 
     CANDIDATE = "candidate"
-    """Published, and chosen for a release; nothing of it has been measured."""
+    """Published and chosen for a release; not measured yet."""
     GATED = "gated"
-    """Passed the offline gate; waits for approval where that is asked for."""
+    """Passed the offline gate; waits for approval if that is required."""
     SHADOW = "shadow"
     """Samples the prompts of users, who do not see it."""
     CANARY = "canary"
@@ -29,11 +29,11 @@ class ReleaseState(StrEnum):
     RELEASED = "released"
     """Answers all users."""
     SUPERSEDED = "superseded"
-    """A later release answers them."""
+    """A later release answers the users."""
     REJECTED = "rejected"
-    """Never met a user, and never will."""
+    """Never answered users, and never will."""
     ROLLED_BACK = "rolled_back"
-    """Met users, and was taken from them."""
+    """Answered users, and was withdrawn."""
 
 
 RELEASE_MOVES: Mapping[ReleaseState, frozenset[ReleaseState]] = MappingProxyType(
@@ -45,21 +45,21 @@ RELEASE_MOVES: Mapping[ReleaseState, frozenset[ReleaseState]] = MappingProxyType
         ReleaseState.SHADOW: frozenset({ReleaseState.CANARY, ReleaseState.REJECTED}),
         ReleaseState.CANARY: frozenset({ReleaseState.CANARY, ReleaseState.RELEASED, ReleaseState.ROLLED_BACK}),
         ReleaseState.RELEASED: frozenset({ReleaseState.SUPERSEDED, ReleaseState.ROLLED_BACK}),
-        ReleaseState.SUPERSEDED: frozenset({ReleaseState.RELEASED}),  # what a rollback brings back
+        ReleaseState.SUPERSEDED: frozenset({ReleaseState.RELEASED}),  # restored by a rollback
         ReleaseState.REJECTED: frozenset(),
         ReleaseState.ROLLED_BACK: frozenset(),
     }
 )
-"""State of a release → where it may go."""
+"""State of a release → permitted next states."""
 
 PENDING_STATES = frozenset({ReleaseState.CANDIDATE, ReleaseState.GATED, ReleaseState.SHADOW, ReleaseState.CANARY})
-"""States of a release that is not decided yet; of those there is one at a time."""
+"""States of an undecided release; at most one release is in these states at a time."""
 TAKEN_BACK = frozenset({ReleaseState.REJECTED, ReleaseState.ROLLED_BACK})
-"""States behind which the trainer goes back to what users have."""
+"""States after which the trainer reverts to the released weights, unless the candidate could not be measured."""
 
 
 def move_release(state: ReleaseState, to: ReleaseState) -> ReleaseState:
-    """The state after a move from ``state`` ``to`` another. Raises ``ValueError`` when the table has no such move."""
+    """The state after a move from ``state`` ``to`` another. Raises ``ValueError`` if the table has no such move."""
     if to not in RELEASE_MOVES[state]:
         allowed = ", ".join(sorted(RELEASE_MOVES[state])) or "nothing: that is an end"
         raise ValueError(f"no move of a release from {state!s} to {to!s}; from {state!s} it may become {allowed}")
@@ -68,10 +68,10 @@ def move_release(state: ReleaseState, to: ReleaseState) -> ReleaseState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """A weight version on its way to users, as the ledger has it."""
+    """A weight version on its way to users, as stored in the ledger."""
 
     version: int
-    """The version of the run's log, which names the release."""
+    """Version of the run's log, which identifies the release."""
     digest: str
     state: ReleaseState
     stage: int = 0
@@ -79,9 +79,9 @@ class Release:
     since: float = 0.0
     """Time of its last move, in seconds since 1970."""
     replaces: int | None = None
-    """The release that it is, or was, compared with; ``None`` for the first one."""
+    """Version of the release that it is, or was, compared with; ``None`` for the first one."""
     loaded: str = ""
-    """Checkpoint that was proposed and that its weights come from; empty for what the trainer learnt."""
+    """Proposed checkpoint from which its weights were loaded; empty for weights from training."""
 
 
 def pending_release(releases: Sequence[Release]) -> Release | None:
@@ -90,17 +90,17 @@ def pending_release(releases: Sequence[Release]) -> Release | None:
 
 
 def live_release(releases: Sequence[Release]) -> Release | None:
-    """The release that users have."""
+    """The release that answers users."""
     return next((release for release in releases if release.state is ReleaseState.RELEASED), None)
 
 
 def release_to_take_back(releases: Sequence[Release]) -> Release | None:
-    """The release that a rollback takes back: the pending one, else the one that users have."""
+    """The release that a rollback withdraws: the pending one, else the one that answers users."""
     return pending_release(releases) or live_release(releases)
 
 
 def former_release(releases: Sequence[Release]) -> Release | None:
-    """The last release before the one that users have, with other weights."""
+    """The last release, with different weights, before the one that answers users."""
     live = live_release(releases)
     there = [release for release in releases if release.state is ReleaseState.SUPERSEDED]
     others = [release for release in there if live is None or release.digest != live.digest]

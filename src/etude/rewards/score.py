@@ -93,11 +93,11 @@ def score(
     """The score of one graded rollout.
 
     Args:
-        grade: The grader's opinion.
-        findings: Signs of cheating; ``None`` where rollouts are not monitored.
+        grade: The grader's result.
+        findings: Signs of cheating; ``None`` if rollouts are not monitored.
         values: Source of a part → its value; an absent or non-finite value counts as missing.
-        policy: The recipe's.
-        impossible: The task cannot be passed honestly.
+        policy: The recipe's policy.
+        impossible: True if the task cannot be passed honestly.
 
     Raises :class:`~etude.errors.ConfigError` for a missing value if the part says ``error``, and
     :class:`~etude.errors.InfrastructureError` if the rollout has to wait for it.
@@ -124,7 +124,7 @@ def trained_value(rollout: Rollout, taken_off: float) -> float:
 
 
 def grade_of(rollout: Rollout) -> float:
-    """The grade of a stored rollout; 0 where its verdict rejected the grade."""
+    """The grade of a stored rollout; 0 if its verdict rejected the grade."""
     if rollout.verdict is not None:
         return rollout.verdict.graded if rollout.verdict.disposition is Disposition.KEEP else 0.0
     return rollout.reward_parts.get(GRADER, rollout.reward or 0.0)

@@ -1,4 +1,4 @@
-"""A rollout as readable turns: prompt, reply and tool results in words.
+"""A rollout as readable turns: prompt, reply and tool results as text.
 
     turn 0   heard  fix f in f.py     said  read f.py           answered  1 def f(x): …
     turn 1   heard  1 def f(x): …     said  edit f.py:1⏎…       answered  bad call
@@ -43,11 +43,11 @@ def attributed(*, before: str = "", **texts: str) -> str:
 def read_turns(
     turns: Sequence[Turn], decode: Callable[[Ids], str], content: Callable[[str], str] = str
 ) -> tuple[SpokenTurn, ...]:
-    """Every turn of a rollout, in order. ``decode`` gives the text of token ids, ``content`` what is left of one that
-    follows a reply without role names and the like (:mod:`etude.tokens.message_frames`).
+    """Every turn of a rollout, in order. ``decode`` gives the text of token ids; ``content`` removes role names and
+    the like from a text that follows a reply (:mod:`etude.tokens.message_frames`).
 
-    Each token is decoded once per context that it is new in, so a conversation that only grows takes time in proportion
-    to its last context.
+    Each token is decoded once per context in which it is new, so the time for a conversation that only grows is
+    proportional to its last context.
     """
     parents = continued(turns)
     heard = [
@@ -109,11 +109,11 @@ def conversations(spoken: Sequence[SpokenTurn]) -> list[list[int]]:
 
 
 def continued(turns: Sequence[Turn]) -> list[int | None]:
-    """For each turn the earlier one whose context and reply its own context begins with: the longest such, and of equal
-    ones the newest; ``None`` where there is none.
+    """For each turn, the earlier turn whose context and reply are a prefix of its own context: the longest one, and the
+    newest of equal ones; ``None`` if there is none.
 
-    The longest are looked at first. Most often that is the turn before, and what is not meant differs in its reply
-    already, so contexts are compared about once a turn.
+    The longest candidates are compared first. Usually the previous turn matches, and others differ early, so that there
+    is about one full comparison per turn.
     """
     parents: list[int | None] = []
     seen: list[tuple[int, int]] = []

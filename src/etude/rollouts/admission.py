@@ -1,20 +1,20 @@
-"""Admission of rollout groups ahead of the trainer: the one rule that bounds staleness.
+"""Admission of rollout groups ahead of the trainer: the single rule that bounds staleness.
 
 Pure: a number of groups from counts. Legend: G rollouts per group, O maximal staleness, C concurrency, v the newest
 weight version that every engine serves, P(c, j) the groups of class c in batch j, S(c, j) those of all batches before
-it. Classes are simulated groups and users' sessions (:mod:`etude.ledger.changes`). u(v) = v less the steps up to v that
-loaded weights instead of training on a batch.
+it. Classes are simulated groups and users' sessions (:mod:`etude.ledger.changes`). u(v) = v minus the steps up to v
+that loaded weights instead of training on a batch.
 
     window              W(c, v) = min( S(c, u(v) + O + 1),  S(c, steps) )      groups of c that may be kept at version v
     groups to admit             = min( W(v) − admitted,  ⌊(C − in flight) / G⌋ )
 
-(the admission gate of Fireworks' open recipe, counted in groups instead of rollouts; a group is admitted whole). With P
-groups in every batch S(j) = j·P. The window belongs to the run and is checked again by the ledger, in the transaction
-that admits, as two processes may count before either admits. Each process has its own concurrency.
+(the admission gate of Fireworks' open recipe, counted in groups instead of rollouts; a group is admitted as a whole).
+With P groups in every batch, S(j) = j·P. The window belongs to the run; the ledger checks it again in the transaction
+that admits, since two processes may count before either admits. Each process has its own concurrency.
 
-No trained token is staler than O, there is no deadlock, and no simulated rollout is discarded for being late: the
+No trained token is staler than O, there is no deadlock, and no simulated rollout is discarded because it is late: the
 proofs and their assumptions are in ``docs/control.md``. O = 0 is strictly synchronous: nothing is admitted for the next
-batch before this one's weights are served.
+batch before the current one's weights are served.
 """
 
 from dataclasses import dataclass
@@ -72,9 +72,8 @@ class Admission:
         return self.plan.before(purpose, self._steps - loads)
 
     def window(self, version: int, loads: int = 0, purpose: str = TRAIN) -> int:
-        """Groups of a class that may have been admitted, the dropped ones aside, while every engine serves ``version``,
-        up to which there were ``loads`` steps without a batch. For a live session, ``version`` is its own oldest
-        version.
+        """Limit on admitted groups of a class, without dropped ones, while every engine serves ``version``, up to which
+        ``loads`` steps had no batch. For a live session, ``version`` is its own oldest version.
         """
         ahead = self.plan.before(purpose, version - loads + self._config.max_staleness + 1)
         return min(ahead, self.groups_needed(loads, purpose))

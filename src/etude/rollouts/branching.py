@@ -3,16 +3,16 @@
     slots of a group    0   1   2   3 │ 4   5   6   7          bundles of B = 4
                        parent,┄waiting│parent,┄waiting
                           │           │   │
-    the parent …       forks           ends before        its attempts are used up
-    waiting slots …    fork off it     are copies of it   start by themselves
+    the parent …       forks           ends before        has no attempts left
+    waiting slots …    fork off it     are copies of it   start separately
 
-The parent forks behind a call to its sandbox that was drawn before it began, or that it comes to by itself: never for
-how it went on. A slot of a bundle is thus a fair draw of the policy, whichever it is: it shares its beginning with the
-parent where the parent came that far, and all of it where it did not. To play other rollouts in place of the copies
-would prefer long ones (docs/credit.md). The copies cost nothing.
+The parent forks after a sandbox call that is drawn before it starts, or after its first failed command: never because
+of later events. So each slot of a bundle is a fair sample of the policy: it shares its prefix with the parent if the
+parent reaches the fork point, and all of it if not. Separate rollouts instead of the copies would prefer long ones
+(docs/credit.md). The copies cost nothing.
 
-Owns which slots wait for which parent, and when a parent is to fork. Does not run anything
-(:mod:`etude.rollouts.runner`) nor know how a fork goes through its parent's calls (:mod:`etude.rollouts.sandbox`).
+Owns which slots wait for which parent, and when a parent forks. Does not run rollouts (:mod:`etude.rollouts.runner`) or
+replay the parent's calls in a fork (:mod:`etude.rollouts.sandbox`).
 """
 
 from collections.abc import Iterable
@@ -33,31 +33,31 @@ class ForkPoint:
     """The number of the call, from 1; ``None``: the first command that fails."""
 
     def is_due(self, call: int, *, failed: bool) -> bool:
-        """True behind the call that is number ``call``, if the parent forks there."""
+        """Return true if the parent forks after call number ``call``."""
         return failed if self.call is None else call == self.call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branching:
-    """Branching state of a run's rollouts."""
+    """Branching settings of a run's rollouts."""
 
     size: int
     """Slots of a bundle (B)."""
     at: BranchAt
     within: int
-    """The last call to the sandbox behind which a parent may fork (``random``)."""
+    """Last sandbox call after which a parent may fork (``random``)."""
     seed: int
 
     @classmethod
     def of(cls, config: CreditConfig, seed: int) -> Self | None:
-        """Branching of a recipe; ``None`` where no rollouts begin as one."""
+        """Branching of a recipe; ``None`` if no rollouts share a prefix."""
         options = config.options
         if not isinstance(options, SharedPrefixOptions):
             return None
         return cls(size=options.branches, at=options.branch_at, within=options.branch_within, seed=seed)
 
     def fork_point(self, parent: OpenSlot) -> ForkPoint:
-        """The fork point of a parent: the same in every attempt, or a retry would have a choice."""
+        """The fork point of a parent, the same in every attempt, so that a retry cannot select another."""
         if self.at == "error":
             return ForkPoint(call=None)
         return ForkPoint(call=Random(f"{self.seed}/{parent.group_index}/{parent.slot}").randint(1, self.within))
@@ -67,12 +67,12 @@ class Bundles:
     """The slots that wait for their parent rollout."""
 
     def __init__(self, size: int) -> None:
-        """``size`` slots of a group, from the first on, begin as one; 1: none wait for any."""
+        """Each ``size`` consecutive slots of a group start as one; 1: no slot waits."""
         self._size = size
-        self._waiting: dict[Place, list[OpenSlot]] = {}  # by parent; an open parent has an entry, be it empty
+        self._waiting: dict[Place, list[OpenSlot]] = {}  # parent → slots; an open parent has a possibly empty entry
 
     def __len__(self) -> int:
-        """Slots that wait."""
+        """Number of slots that wait."""
         return sum(map(len, self._waiting.values()))
 
     def __contains__(self, slot: OpenSlot) -> bool:
@@ -93,11 +93,11 @@ class Bundles:
         return len(self._waiting.get(place_of(parent), ()))
 
     def release(self, parent: OpenSlot) -> list[OpenSlot]:
-        """The slots that waited for a parent: it has forked, ended or been lost. Later ones do not wait for it."""
+        """The slots that waited for a parent that forked, ended or was lost. Later slots do not wait for it."""
         return self._waiting.pop(place_of(parent), [])
 
     def abandon(self, group_index: int) -> None:
-        """A group was dropped: none of its slots waits any more."""
+        """Remove the waiting slots of a dropped group."""
         self._waiting = {parent: slots for parent, slots in self._waiting.items() if parent[0] != group_index}
 
     def _wait(self, slot: OpenSlot) -> bool:

@@ -1,4 +1,4 @@
-"""Keeps rollouts running until the trainer, or an evaluation, has enough.
+"""Dispatcher that keeps rollouts running until the trainer, or an evaluation, has enough.
 
     tasks ──▶ admit ──▶ ledger: group ──▶ launch its slots ──▶ ledger: rollouts ──▶ ready groups ──▶ trainer
                 ▲                                                                                       │
@@ -70,7 +70,7 @@ class Dispatcher:
         """Fill the groups of ``steps`` optimiser steps, except users' sessions; return when all are complete."""
         admission, version, loads = Admission(self._config, steps=steps, live=live), -1, 0
         async with (
-            self._runner(TRAIN, TRAIN_TEMPERATURE) as runner,
+            self._runner(TRAIN, self._config, TRAIN_TEMPERATURE) as runner,
             background_task(self._follow_version(runner)) as following,
         ):
             look_s = -math.inf
@@ -86,8 +86,11 @@ class Dispatcher:
                 if following.done():
                     following.result()
 
-    async def evaluate(self, label: str, tasks: Sequence[Task], *, temperature: float) -> list[float]:
-        """Try each task once and return the rewards in order of tasks.
+    async def evaluate(
+        self, label: str, tasks: Sequence[Task], *, temperature: float, concurrency: int | None = None
+    ) -> list[float]:
+        """Try each task once, ``concurrency`` at a time (default: the recipe's number), and return the rewards in order
+        of tasks.
 
         Continues an interrupted evaluation of the same ``label``. Tasks whose every attempt failed because of
         infrastructure have no reward and are absent; the ledger counts them as dropped.
@@ -97,7 +100,10 @@ class Dispatcher:
             index = self._ledger.admit_group(task, label, 1, version)
             if index is not None:
                 self._events.write(GroupAdmitted(purpose=label, group_index=index, version=version))
-        async with self._runner(label, temperature) as runner:
+        config = self._config
+        if concurrency is not None:
+            config = config.model_copy(update={"concurrency": concurrency})
+        async with self._runner(label, config, temperature) as runner:
             runner.launch(self._ledger.open_slots(label))
             while len(runner):
                 await runner.turn(LOOK_S)
@@ -113,10 +119,10 @@ class Dispatcher:
         while self._serving_version() == version:
             await asyncio.sleep(POLL_S)
 
-    def _runner(self, purpose: str, temperature: float) -> RolloutRunner:
+    def _runner(self, purpose: str, config: RolloutConfig, temperature: float) -> RolloutRunner:
         return RolloutRunner(
             purpose,
-            self._config,
+            config,
             temperature=temperature,
             ledger=self._ledger,
             context=self._context,

@@ -1,7 +1,7 @@
 """Fakes of all dependencies of a rollout, without model, network or processes: for tests and simulation.
 
-What happens in it is a function that the caller supplies: how a session goes, and how its result is judged. Under
-:func:`run_virtually` it takes no time either: hours of rollouts pass as fast as they are computed.
+The caller supplies functions for the course of a session and the judgement of its result. Under :func:`run_virtually`
+waits take no time: hours of rollouts run as fast as they are computed.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that jumps to its next timer instead of waiting for it; nothing outside of it may be waited for."""
+    """An event loop that jumps to its next timer instead of waiting; tasks must not wait for external events."""
 
     def __init__(self) -> None:
         self._virtual = VirtualClock()
@@ -35,14 +35,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jumps(selectors.SelectSelector):
-    """Lets the time pass that its loop would have waited."""
+    """A selector that advances the virtual clock instead of waiting."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
         self._clock = clock
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Events that are ready now; if there are none, time passes."""
+        """Events that are ready now; without any, advance the clock by ``timeout``."""
         ready = super().select(0)
         if not ready and timeout is None:
             raise RuntimeError("every task waits, and no timer is set: nothing will ever happen again")
@@ -52,43 +52,43 @@ class _Jumps(selectors.SelectSelector):
 
 
 def run_virtually(main: Coroutine[None, None, T]) -> T:
-    """Run ``main`` to its end in virtual time. Raises ``RuntimeError`` when it waits for what cannot come."""
+    """Run ``main`` to its end in virtual time. Raises ``RuntimeError`` if it waits for an event that cannot happen."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
 class LoopClock:
-    """The time of the running loop, be it real or virtual."""
+    """The time of the running loop, real or virtual."""
 
     def now(self) -> float:
         """Seconds."""
         return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
-        """Give way to other tasks for ``seconds``."""
+        """Yield to other tasks for ``seconds``."""
         await asyncio.sleep(seconds)
 
 
 class FakeSessions:
-    """Fake gateway sessions that return the turns that they were given."""
+    """Fake gateway sessions that return the captured turns."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._turns: dict[str, list[Turn]] = {}
-        self._replays: dict[str, int] = {}  # how many turns a fork is still to be asked for once more
+        self._replays: dict[str, int] = {}  # session → turns that a fork still replays
 
     def __len__(self) -> int:
         """Sessions that are open."""
         return len(self._turns)
 
     async def open(self, *, min_version: int | None = None) -> Session:
-        """Start a session; whoever captures its turns says which weights sampled them."""
+        """Start a session; the caller of :meth:`capture` sets the weight versions of its turns."""
         session_id = f"session-{next(self._numbers)}"
         self._turns[session_id] = []
         return Session(session_id=session_id, base_url="http://gateway.invalid/v1", api_key=f"key of {session_id}")
 
     def capture(self, session: Session, turn: Turn) -> Turn:
-        """Pretend that an engine sampled ``turn``, and answer it; the first calls of a fork are answered as before."""
+        """Record ``turn`` as sampled and return it; the first calls of a fork return the parent's turns."""
         turns, replays = self._turns[session.session_id], self._replays.get(session.session_id, 0)
         if replays:
             self._replays[session.session_id] = replays - 1
@@ -97,11 +97,11 @@ class FakeSessions:
         return turn
 
     def forget(self) -> None:
-        """Lose every session, as a gateway does that is killed."""
+        """Lose every session, like a killed gateway."""
         self._turns.clear()
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
-        """Start a session that begins with another one's turns. Raises :class:`~etude.errors.SessionLost`."""
+        """Start a session with another one's turns. Raises :class:`~etude.errors.SessionLost`."""
         if session_id not in self._turns:
             raise SessionLost(f"no session {session_id!r}")
         session, turns = await self.open(), self._turns[session_id]
@@ -110,26 +110,26 @@ class FakeSessions:
         return session, len(turns)
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
-        """End a session. Raises :class:`~etude.errors.SessionLost` when it is not open."""
+        """End a session. Raises :class:`~etude.errors.SessionLost` if it is not open."""
         if session_id not in self._turns:
             raise SessionLost(f"no session {session_id!r}")
         return tuple(self._turns.pop(session_id))
 
     async def discard(self, session_id: str) -> None:
-        """End a session. Raises as :meth:`close` does."""
+        """End a session. Raises like :meth:`close`."""
         await self.close(session_id)
 
     async def lost(self, session_id: str) -> NoReturn:
-        """Never."""
+        """Wait forever: a fake session is never lost."""
         await never()
 
 
 OnExec: TypeAlias = Callable[[Sequence[str]], Awaitable[None]]
-"""A fake sandbox's own way to run a command."""
+"""Function that a fake sandbox calls for each command."""
 
 
 class FakeSandbox:
-    """Fake sandbox: files in a dict; every command succeeds without output, and takes the time of ``on_exec``."""
+    """Fake sandbox: files in a dict; every command succeeds without output, after ``on_exec``."""
 
     def __init__(
         self,
@@ -173,12 +173,12 @@ class FakeSandbox:
         raise Unsupported("fake sandboxes take no archive: use local")
 
     async def stats(self) -> SandboxStats:
-        """Nothing is used, whatever the age."""
+        """Usage: only the size of the files."""
         size_bytes = sum(len(text.encode()) for text in self._files.values())
         return SandboxStats(memory_bytes=0, disk_bytes=size_bytes, processes=0, cpu_s=0, age_s=math.nan)
 
     async def kill_processes(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no process runs."""
 
     async def snapshot(self) -> Image:
         """Refused: there are no files on any disk."""
@@ -192,12 +192,12 @@ class FakeSandbox:
         return copies
 
     async def close(self) -> None:
-        """Forget the sandbox."""
+        """Close the sandbox."""
         self._on_close(self)
 
 
 class FakeSandboxes:
-    """Makes fake sandboxes, or fails while ``broken`` gives a reason."""
+    """Provider of fake sandboxes; it fails while ``broken`` has a reason."""
 
     def __init__(self, on_exec: OnExec | None = None) -> None:
         self._on_exec = on_exec
@@ -209,18 +209,15 @@ class FakeSandboxes:
         return len(self._open)
 
     async def capabilities(self) -> frozenset[Capability]:
-        """Nothing is held but the files, since nothing runs."""
+        """Only forks, of the files alone, since no process runs."""
         return frozenset({Capability.FORK})
 
     async def open(self, task: Task, *, gateway: str) -> FakeSandbox:
-        """A sandbox that holds a task's files; this is a :class:`~etude.rollouts.worker.TaskSandboxes`, too."""
+        """A sandbox with a task's files, for the protocol :class:`~etude.rollouts.worker.TaskSandboxes`."""
         return await self.create(task.files)
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FakeSandbox:
-        """A sandbox that holds ``files``, whatever ``spec`` asks for.
-
-        Raises :class:`~etude.errors.SandboxError` when broken.
-        """
+        """A sandbox with ``files``; ``spec`` is ignored. Raises :class:`~etude.errors.SandboxError` if broken."""
         if self.broken:
             raise SandboxError(self.broken)
         sandbox = FakeSandbox(files, self._open.discard, self._open.add, self._on_exec)
@@ -233,7 +230,7 @@ class FakeSandboxes:
 
 
 class FakeHarness:
-    """A harness whose sessions go as ``play`` says; what ``play`` returns is why the agent stopped, and ``printed``."""
+    """A harness that calls ``play``, whose result is the stop reason of the agent and part of ``printed``."""
 
     def __init__(self, play: Callable[[Task, Session], Awaitable[str]]) -> None:
         self._play = play

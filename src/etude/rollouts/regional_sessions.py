@@ -1,4 +1,4 @@
-"""Sessions in several regions: the table of regions decides where each is opened, and it ends in the same region.
+"""Sessions in several regions: the table of regions selects the region of each session for its whole life.
 
     open(min_version) ──▶ Regions.choose ──▶ the region's own sessions        no region is eligible: wait for a change
 

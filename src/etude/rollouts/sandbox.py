@@ -4,16 +4,15 @@
                         │ no
                         └─▶ bounded call in the real sandbox ──▶ time spent ──▶ recorded, where rollouts fork
 
-Two kinds of limit, never mixed up. What the *model* may use up is counted as its own: turns and tokens by the harness,
-the time of its commands here, as the sandbox measured it. A rollout that used it up is graded as it stands
-(:class:`~etude.errors.OutOfTime`): to try again until one is short would teach the model nothing but luck. What
-*machines* may take is no reward and no fault of the model's: a call that hangs is given up, and the rollout is tried
-again. Waiting for the model costs the model nothing.
+There are two separate kinds of limit. The *model's* budget is its own: the harness counts turns and tokens, this module
+the time of its commands as measured by the sandbox. A rollout that used up its budget is graded as it is
+(:class:`~etude.errors.OutOfTime`): retries until one is short would reward luck. The time of *machines* gives no reward
+and is not the model's fault: a call that hangs is abandoned, and the rollout is retried. Waits for the model do not
+count.
 
-A rollout that forks off another one goes through the parent's calls once more: a harness is a function of what it
-hears, so given the same outcomes, and by the forked session the same replies, it is where the parent was, whatever it
-keeps in mind. No harness needs to know of forks. One that does something else with the same outcomes has failed, and
-is tried again as a rollout of its own.
+A forked rollout repeats the parent's calls: a harness is a function of its inputs, so with the same outcomes, and the
+same replies from the forked session, it reaches the parent's state. No harness needs support for forks. A harness that
+makes different calls with the same outcomes has failed, and the slot is retried as a separate rollout.
 
 Owns every time limit of a rollout (:class:`RolloutLimits`) and the record of calls. Does not decide when to fork
 (:mod:`etude.rollouts.branching`).
@@ -38,11 +37,11 @@ from etude.protocols import ExecResult, Sandbox
 from etude.sandbox_spec import Image, SandboxStats
 
 GRACE_S = 30.0
-"""Delay beyond a command's own limit until its sandbox reports it: providers have a grace of their own, a third."""
+"""Delay beyond a command's own limit until its sandbox reports it: providers have their own grace, a third of it."""
 FILES_S = 120.0
-"""For files to be read or written, also a whole archive of them."""
+"""Limit for a read or write of files, including a whole archive."""
 COPIES_S = 300.0
-"""For a snapshot or a fork, which may copy all of a machine's memory."""
+"""Limit for a snapshot or a fork, which may copy all of a machine's memory."""
 NO_COPY = "an agent's sandbox is not copied by its harness where rollouts fork: set credit.kind = 'rollout'"
 
 T = TypeVar("T")
@@ -50,12 +49,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLimits:
-    """Time limits of a rollout, in seconds, and the number of tries of its grading: the one place that has them."""
+    """All time limits of a rollout, in seconds, and the number of attempts to grade it."""
 
     start_s: float = 120.0
     """Opening a session; starting a sandbox; fetching a session's turns."""
     commands_s: float = 120.0
-    """All commands of the agent together: the model's own time."""
+    """Total of all commands of the agent: the model's own time."""
     silence_s: float = 600.0
     """Between two signs of life of a harness."""
     grading_s: float = 900.0
@@ -96,7 +95,7 @@ def _longest_silence_s(config: RolloutConfig, harness: HarnessConfig | None) -> 
 
 
 async def within(seconds: float, action: str, work: Awaitable[T]) -> T:
-    """The result of ``work``. Raises :class:`~etude.errors.InfrastructureError` when it takes longer than it may."""
+    """The result of ``work``. Raises :class:`~etude.errors.InfrastructureError` after ``seconds``."""
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:
@@ -129,17 +128,17 @@ class AgentTime:
             raise InfrastructureError(f"the agent: no sign of life within {self._silence_s:g} s") from error
 
     def sign_of_life(self, then_s: float = 0.0) -> None:
-        """Note that it does something; the next sign may be later by ``then_s``."""
+        """Record activity; the next sign may be later by ``then_s``."""
         self._deadline.reschedule(asyncio.get_running_loop().time() + then_s + self._silence_s)
 
     def grant(self, timeout_s: float) -> float:
-        """Seconds that a command may run that asks for ``timeout_s``. Raises :class:`~etude.errors.OutOfTime`."""
+        """Permitted seconds for a command that requests ``timeout_s``. Raises :class:`~etude.errors.OutOfTime`."""
         if self._left_s <= 0:
             raise OutOfTime
         return min(timeout_s, self._left_s)
 
     def spend(self, result: ExecResult, *, requested_s: float, granted_s: float) -> None:
-        """Take off what a command used. Raises :class:`~etude.errors.OutOfTime` if it was stopped for it."""
+        """Subtract a command's time. Raises :class:`~etude.errors.OutOfTime` if the budget stopped it."""
         self._left_s -= result.seconds
         if result.timed_out and granted_s < requested_s:
             raise OutOfTime
@@ -195,7 +194,7 @@ class BoundedSandbox:
         timeout_s: float = 5.0,
         environment: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run one command. Raises :class:`~etude.errors.OutOfTime` where the agent has no time left."""
+        """Run one command. Raises :class:`~etude.errors.OutOfTime` if the agent has no time left."""
 
         async def run() -> ExecResult:
             granted_s = timeout_s if self._agent is None else self._agent.grant(timeout_s)
@@ -238,7 +237,7 @@ class BoundedSandbox:
         return await self._call(("stats",), "reading statistics", self._sandbox.stats)
 
     async def kill_processes(self) -> None:
-        """Kill what runs inside."""
+        """Kill all processes in the sandbox."""
         await self._call(("kill_processes",), "killing processes", self._sandbox.kill_processes)
 
     async def snapshot(self) -> Image:
@@ -248,7 +247,7 @@ class BoundedSandbox:
         return await self._bounded(COPIES_S, "a snapshot", self._sandbox.snapshot())
 
     async def fork(self, count: int = 1) -> Sequence[Sandbox]:
-        """Copies, each as bounded as this one; refused likewise."""
+        """Copies with the same limits on calls; refused like :meth:`snapshot`."""
         if self._may_fork:
             raise Unsupported(NO_COPY)
         copies = await self._bounded(COPIES_S, "a fork", self._sandbox.fork(count))

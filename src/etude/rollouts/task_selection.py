@@ -1,6 +1,6 @@
-"""Selection of training tasks: more of those from which something can be learnt now.
+"""Selection of training tasks: tasks with a current training signal are drawn more often.
 
-    what became of each task ──▶ probability of each ──▶ one draw ──▶ task, importance weight
+    outcomes of each task ──▶ probability of each ──▶ one draw ──▶ task, importance weight
 
     pools      easy · normal · hard, by the mean reward when last tried; a share of draws each, solved and hopeless
                tasks rest for some epochs (prime-rl's buffer: its shares and thresholds, resting is ours)
@@ -30,9 +30,9 @@ from etude.config.tasks import PoolsOptions, SelectionConfig, ThompsonOptions
 
 Values: TypeAlias = npt.NDArray[np.float64]
 PRIOR = 0.5
-"""Passes and failures that a task begins with: Jeffreys' prior, by which few tries that were alike say a good deal."""
+"""Initial passes and failures of a task: Jeffreys' prior, with which a few equal outcomes already have much weight."""
 NEVER = -1
-"""Position of a draw that was not made."""
+"""Position for a task that was never drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class TaskFacts:
         )
 
     def copy(self) -> "TaskFacts":
-        """Facts to be gone on with, while these stay as they are."""
+        """An independent copy of the facts."""
         return TaskFacts(
             drawn_N=self.drawn_N.copy(),
             rate_N=self.rate_N.copy(),
@@ -86,7 +86,7 @@ class TaskSelection:
         self._probabilities = _kind(config.options)
         options = config.options
         self.half_life = size * options.half_life_epochs if isinstance(options, ThompsonOptions) else np.inf
-        """Draws after which what was seen of a task counts half."""
+        """Number of draws after which an observation of a task counts half."""
 
     def observe(self, facts: TaskFacts, task: int, position: int, *, graded: int, passed: float) -> None:
         """Add a draw that ended to ``facts``: ``graded`` rewards that add up to ``passed``."""

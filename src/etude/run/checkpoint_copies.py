@@ -121,8 +121,8 @@ def _send(stored: StoredFiles, step: int, opened: _Opened) -> None:
             stored.send(opened.descriptors[name], file)
     if not stored.put(step, opened.files):
         raise DamagedError(
-            f"the copy of checkpoint {step} is of other bytes than this one: another trainer saved that step, so this "
-            f"one ends"
+            f"the copy of checkpoint {step} has other bytes than this one: another trainer saved that step, so this "
+            f"one stops"
         )
     stored.remove(_outdated(stored.numbers(), step))
 

@@ -7,9 +7,9 @@ process's region. An entry has the URL of the last start, but does not show that
 out.
 
 Calls carry the run's keys, so an entry counts only if it was signed by a key of the run (HMAC-SHA256 over name, number
-and URL): who may write to a bucket but has no key can hide a process, and have nothing sent elsewhere.
+and URL): someone with write access to the bucket but no key can hide a process, but cannot redirect its calls.
 
-Owns these objects. On one machine a file does the same (:mod:`etude.run.endpoints`).
+This module owns these objects. On one machine a file does the same (:mod:`etude.run.endpoints`).
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class Directory:
             if self.objects.put_if_absent(key, data) or self.objects.get(key) == data:
                 self.objects.delete(*entries)
                 return
-        raise InfrastructureError(f"{self.objects.url}: {name} is announced by other processes all the time")
+        raise InfrastructureError(f"{self.objects.url}: {name} keeps being announced by other processes")
 
     def urls(self, command: str) -> dict[ProcessName, str]:
         """The newest URL of each process of one command; entries without a valid signature are ignored."""

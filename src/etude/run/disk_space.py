@@ -44,7 +44,7 @@ class DiskNeed:
     checkpoints: int
     """Training states of reinforcement learning: the retained ones and the one being written."""
     phases: int
-    """The last training state of each phase, and their final models."""
+    """The last training state of each phase, and all models: each phase's, the run's own and a random start."""
     weights: int
     """The weight store: nothing is deleted from it during a run."""
 

@@ -5,7 +5,7 @@
     GET  /v1/adapters              {NAME: {"version": n, "digest": …}}
 
 The first two are named as vLLM names them. An adapter comes out of a weight log, verified there, and is refused unless
-the engine has the very base that it was trained on. Owns the routes; requests name an adapter in
+the engine has exactly the base that it was trained on. Owns the routes; requests name an adapter in
 ``SamplingParams.adapter``, and to the gateway as the model ``policy:NAME``.
 """
 
@@ -36,11 +36,11 @@ class _Unload(BaseModel):
 class _Load(_Unload):
     lora_path: str
     lora_version: int | None = None
-    """The newest, unless it is said."""
+    """``None``: the newest."""
 
 
 def adapter_routes(engine: Engine) -> list[RouteDef]:
-    """The routes for an engine, none unless it is a native one. Their errors are answered as a 400."""
+    """The routes for an engine; none unless it is a native one. Errors are answered with status 400."""
     if not isinstance(engine, NativeEngine):
         return []
 

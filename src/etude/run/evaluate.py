@@ -44,8 +44,9 @@ POLL_S = 0.2
 AT_ONCE = 2
 """Passes in progress at a time: a run also tries its two sampling modes together."""
 EVALUATIONS = "evaluations"
-VERSION_DIGITS = 6
 """Folder with the ledgers of tries, in the run folder."""
+VERSION_DIGITS = 6
+"""Digits of the version in the name of a ledger."""
 ENGINE_S = "engine-s"
 """The ledger fact with the engine's busy time."""
 
@@ -71,6 +72,8 @@ class EvalRequest:
     """True if each task is also tried once greedily, which gives nearly the same result every time."""
     suite: SuiteConfig | None = None
     """A suite of other tasks, with its own scoring and its own ledger; ``None``: the run's tasks."""
+    concurrency: int | None = None
+    """Tries at a time, pass by pass; ``None``: in each of two passes the recipe's number, which fits its own tasks."""
 
     def __post_init__(self) -> None:
         for option, number in (("--passes", self.passes), ("--tasks", self.tasks)):
@@ -196,11 +199,12 @@ async def _measure(served: ServedRun, request: EvalRequest, tasks: int) -> None:
     async with open_parts(served.folder, in_one_file=True) as parts:
         await parts.served.reach(served.version)
         heldout = heldout_tasks(parts.family, tasks)
-        places = asyncio.Semaphore(AT_ONCE)
+        attempt = partial(parts.dispatcher.evaluate, concurrency=request.concurrency)
+        places = asyncio.Semaphore(AT_ONCE if request.concurrency is None else 1)
         passes = [
             _in_turn(places, one_pass(parts.ledger, try_all, label, heldout))
             for way, labels in request.labels().items()
-            for try_all in (partial(parts.dispatcher.evaluate, temperature=TEMPERATURES[way]),)
+            for try_all in (partial(attempt, temperature=TEMPERATURES[way]),)
             for label in labels
         ]
         try:

@@ -30,9 +30,9 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.live_rewards import LiveRewards
 from etude.run.parent import tell_person
-from etude.run.payload_store import open_feedback, open_ledger, open_releases
 from etude.run.process_name import FEEDBACK
 from etude.run.serving import run_until_signal
+from etude.run.stores import open_feedback, open_ledger, open_releases
 from etude.types import JoinedSession
 
 DAY_S = 86_400.0

@@ -140,7 +140,7 @@ def compare_versions(sites: Mapping[str, Mapping[str, str]], silent: Sequence[st
             places.setdefault(its.get(program, "unknown"), []).append(site)
         words = [text if len(places) == 1 else f"{text} ({', '.join(names)})" for text, names in places.items()]
         parts.append(f"{program} {'; '.join(words)}" if len(places) == 1 else f"{program} differs: {'; '.join(words)}")
-    unknown = [f"unknown in {', '.join(silent)}, whose supervisor has said nothing"] if silent else []
+    unknown = [f"unknown in {', '.join(silent)}, whose supervisor has not reported"] if silent else []
     return ", ".join([*parts, *unknown])
 
 
@@ -208,7 +208,7 @@ async def _look_at_gateways(region: RegionConfig, folder: RunFolder, place: str)
         return [MachineFinding(name=title, works=False, words=words)]
     findings: list[MachineFinding] = []
     if len(urls) != region.gateways:
-        words = f"{len(urls)} of {region.gateways} have said where they listen"
+        words = f"{len(urls)} of {region.gateways} have announced their URL"
         findings.append(MachineFinding(name=title, works=False, words=words))
     headers = {"Authorization": f"Bearer {folder.key(KeyRole.ADMIN)}"}
     async with aiohttp.ClientSession(headers=headers, timeout=GATEWAY_TIMEOUT) as http:
@@ -232,5 +232,5 @@ async def _ask(http: aiohttp.ClientSession, name: ProcessName, url: str) -> Mach
     healthy = int(states.get("healthy", 0))
     words = f"{url}: {1e3 * took_s:.0f} ms, weights {version}, {healthy} of {sum(states.values())} engines healthy"
     if status in (401, 403):
-        words += f"; it refuses the admin key of this run: {RUN_KEY_VARIABLE} differs there"
+        words += f"; it rejects the admin key of this run: {RUN_KEY_VARIABLE} differs there"
     return MachineFinding(name=str(name), works=healthy > 0 and status == 200, words=words)

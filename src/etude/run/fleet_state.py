@@ -67,7 +67,7 @@ class FleetObjects:
         try:
             return Desired.parse(data)
         except ValueError as error:
-            raise RunFolderError(f"{self.objects.url}/{name} is of another étude: {error}") from error
+            raise RunFolderError(f"{self.objects.url}/{name} is from another version of étude: {error}") from error
 
     def declare(self, desired: Desired) -> int:
         """Make ``desired`` the newest generation, unless it is; returns its number."""
@@ -76,7 +76,7 @@ class FleetObjects:
             if newest and self.desired(newest) == desired:
                 return newest
             self.copy(newest + 1, desired)
-        raise InfrastructureError(f"{self.objects.url}: the desired state is changed by others all the time")
+        raise InfrastructureError(f"{self.objects.url}: other processes keep changing the desired state")
 
     def copy(self, generation: int, desired: Desired) -> None:
         """Store a desired state under its generation, unless that exists."""
@@ -112,7 +112,7 @@ class FleetObjects:
         try:
             return Observed.parse(data), self.objects.now() - entries[-1].modified_s
         except ValueError as error:
-            raise RunFolderError(f"{self.objects.url}/{entries[-1].key} is of another étude: {error}") from error
+            raise RunFolderError(f"{self.objects.url}/{entries[-1].key}, of another étude version: {error}") from error
 
     def _signature(self, generation: int, data: bytes) -> bytes:
         signed = b"%d\n%s" % (generation, data)
@@ -209,5 +209,5 @@ class FleetState(Closing):
                 has_failed = False
             except (InfrastructureError, RunFolderError) as error:
                 if not has_failed:
-                    logger.warning("the state of the fleet is not followed: %s", error)
+                    logger.warning("the state of the fleet cannot be read: %s", error)
                 has_failed = True

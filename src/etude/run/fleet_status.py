@@ -38,11 +38,11 @@ def region_status(folder: RunFolder, region: str, generation: int) -> RegionStat
     except EtudeError as error:
         return RegionStatus(remark=f"its store does not answer: {error}")
     if newest is None:
-        return RegionStatus(drained=drained, remark="nobody has looked yet")
+        return RegionStatus(drained=drained, remark="no supervisor has reported yet")
     observed, age_s = newest
     remark = f"still at generation {observed.generation}" if observed.generation < generation else ""
     if age_s > LATE_S:
-        remark = f"nobody has looked for {age_s:.0f} s: is its supervisor running?"
+        remark = f"its supervisor has not reported for {age_s:.0f} s: is it running?"
     return RegionStatus(statuses=observed.statuses, drained=drained, remark=remark, host=observed.host, age_s=age_s)
 
 

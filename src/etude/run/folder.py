@@ -2,17 +2,17 @@
 
     run.toml          the resolved recipe          ledger.db     durable state, or ledger.url: where it is
     model/            checkpoint that RL starts    store/        weight versions (etude.weights)
-                      from                         phases/       what it descends from (etude.run.phase_folders)
+                      from                         phases/       earlier phases (etude.run.phase_folders)
     checkpoints/      training state               events/       telemetry, one file per process
-    endpoints.json    who listens where            logs/         what processes printed
+    endpoints.json    URLs of the processes        logs/         output of the processes
     payloads/         turns, their routes and masks     report.json, report.html
     evaluations/      ledgers of `etude eval`      run.key       secret of the run (etude.run.keys)
-    weights.id        which log of weights is its  judge-N.db    votes of judges, by worker
+    weights.id        id of its weight log         judge-N.db    votes of judges, by worker
     harness/          files of an external harness .NAME.lock    held by the process of that name
-    .NAME.beat        its last sign of life        plugins/      copies of files that the recipe names
-    judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is
+    .NAME.beat        time of its last heartbeat   plugins/      copies of files that the recipe names
+    judge-spend-N.json  cost of the votes          judge-held.txt  why judging is paused, while it is
     feedback.db       live sessions and signals, unless the ledger is elsewhere
-    sinks/            how far each sink got (etude.run.sinks)
+    sinks/            position of each sink (etude.run.sinks)
     data/             copies of the recipe's data       run.url       where the run is, if elsewhere: then weights and
                       (etude.run.data_copies)                         payloads are there, and copies of the rest
 
@@ -162,7 +162,7 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The mid-trained checkpoint: configuration, tokenizer, weights."""
+        """The model that RL starts from, of the last phase: configuration, tokenizer, weights."""
         return self.path / "model"
 
     @property

@@ -56,13 +56,13 @@ from etude.run.keys import ENGINE_KEY_VARIABLE, KeyRole
 from etude.run.listener import run_listener
 from etude.run.live_sessions import open_live_sessions
 from etude.run.parent import tell_person
-from etude.run.payload_store import open_payloads
 from etude.run.placement import fleet_of
 from etude.run.process_name import ENGINE, PRODUCT, PRODUCTION, ProcessName
 from etude.run.region_stores import open_directory, open_region_log, weights_url
 from etude.run.routing_tables import RoutingTables
 from etude.run.serving import STOP_S, listening, run_until_signal, tls_context
 from etude.run.store_outages import StoreOutages
+from etude.run.stores import open_payloads
 from etude.telemetry.events import GatewayStats, ModelCall
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format

@@ -92,18 +92,18 @@ class JudgeState:
 
 
 @contextlib.contextmanager
-def synced_judge_state(folder: RunFolder, memory: JudgeState) -> Iterator[None]:
+def synced_judge_state(folder: RunFolder, state: JudgeState) -> Iterator[None]:
     """Restore the votes and the spending of this worker's judge from the URL of the run, and copy them there while the
     context is open; does nothing for a run without a URL.
 
     Raises :class:`~etude.errors.DamagedError` for an incomplete copy.
     """
-    files = KeptFiles(folder, f"judge/{memory.worker_id}")
+    files = KeptFiles(folder, f"judge/{state.worker_id}")
     files.bring()
 
     def copy() -> None:
         try:
-            files.keep(*memory.files, whole=True)
+            files.keep(*state.files, whole=True)
         except (EtudeError, OSError, sqlite3.Error) as error:
             logger.warning("votes of the judge are not copied yet: %s", error)
 
@@ -144,9 +144,9 @@ def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
     rubrics = {aspect: parse_rubric(text, f"judge.rubrics.{aspect}") for aspect, text in config.rubrics.items()}
     for aspect, rubric in rubrics.items():
         if aspect in BESIDE:
-            raise ConfigError(f"judge.rubrics.{aspect}: that name means something else in the record; choose another")
+            raise ConfigError(f"judge.rubrics.{aspect}: that name has another meaning in the record; choose another")
         if rubric.aspect != aspect:
-            raise ConfigError(f"judge.rubrics.{aspect} is about {rubric.aspect!r}: give it that name")
+            raise ConfigError(f"judge.rubrics.{aspect} is about {rubric.aspect!r}: use that name as its key")
     return rubrics
 
 
@@ -197,7 +197,7 @@ def check_judge(config: RunConfig) -> None:
         reason = distrust(calibrations.get(aspect), fingerprint, config.judge.min_agreement)
         if reason and aspect in aspects and not config.judge.allow_uncalibrated:
             raise ConfigError(
-                f"the judge of {aspect!r} is not to be trusted: {reason}. Run `etude judge calibrate RECIPE` and name "
+                f"the judge of {aspect!r} cannot be trusted: {reason}. Run `etude judge calibrate RECIPE` and name "
                 f"the report in judge.calibrations, or set judge.allow_uncalibrated = true"
             )
 
@@ -211,9 +211,8 @@ def check_budget(config: RunConfig) -> None:
         if not budget.holds(needed, _prices(judge)):
             raise ConfigError(
                 f"{budget}: a rollout is judged in {needed.calls} calls (judge.options.votes = {options.votes} "
-                f"on each of {len(rubrics)} aspects), which take {needed.tokens} tokens where its texts are as long as "
-                f"judge.options.text_characters = {options.text_characters}; raise the former, or lower one of "
-                f"the latter"
+                f"on each of {len(rubrics)} aspects) of up to {needed.tokens} tokens in total (texts are limited by "
+                f"judge.options.text_characters = {options.text_characters}); raise the budget, or lower one of these"
             )
 
 
@@ -224,13 +223,13 @@ async def check_key(config: RunConfig) -> None:
     be reached.
     """
     judge = config.judge.options
-    assert isinstance(judge, ModelJudgeOptions), "rules are asked without a key"
+    assert isinstance(judge, ModelJudgeOptions), "only a model's endpoint has a key"
     async with aiohttp.ClientSession() as http, endpoint_of(config, http) as endpoint:
         is_taken = await endpoint.takes_key()
     if not is_taken:
-        given = "which is another's" if os.environ.get(KEY_VARIABLE) else "which is not set"
+        given = "which is wrong" if os.environ.get(KEY_VARIABLE) else "which is not set"
         raise ConfigError(
-            f"judge.options.url = {judge.url!r} refuses the key in {KEY_VARIABLE}, {given}: export {KEY_VARIABLE} with "
+            f"judge.options.url = {judge.url!r} rejects the key in {KEY_VARIABLE}, {given}: export {KEY_VARIABLE} with "
             f"the key of that endpoint"
         )
 
@@ -240,12 +239,12 @@ async def open_judge(
     config: RunConfig,
     http: aiohttp.ClientSession,
     *,
-    memory: JudgeState | None = None,
+    state: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[OpenJudge | None]:
     """Check and open the judge of a run, for the aspects named by reward parts; ``None`` without a judge.
 
-    Without a ``memory`` no votes or spending are stored. Raises :class:`~etude.errors.ConfigError`.
+    Without a ``state`` no votes or spending are stored. Raises :class:`~etude.errors.ConfigError`.
     """
     if config.judge.kind == "none":
         yield None
@@ -253,7 +252,7 @@ async def open_judge(
     check_judge(config)
     aspects, budget = config.reward.names("judge"), rollout_budget(config.judge)
     rubrics = {aspect: rubric for aspect, rubric in rubrics_of(config.judge).items() if aspect in aspects}
-    async with open_unchecked_judge(config, http, memory=memory, alarm=alarm) as judge:
+    async with open_unchecked_judge(config, http, state=state, alarm=alarm) as judge:
         shift_checks = {
             aspect: CalibrationShiftCheck(
                 rubrics[aspect], calibration.items, calibration.agreement.hit_rate, RECHECK_EVERY
@@ -277,7 +276,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         endpoint = await stack.enter_async_context(endpoint_of(config, http))
-        deps = _deps(config, endpoint, memory=None, alarm=None)
+        deps = _deps(config, endpoint, state=None, alarm=None)
         stack.enter_context(deps.cache)
         judge = Judge(deps, params, _limits(config.judge))
         for aspect, of_aspect in items.items():
@@ -326,21 +325,21 @@ async def open_unchecked_judge(
     config: RunConfig,
     http: aiohttp.ClientSession,
     *,
-    memory: JudgeState | None = None,
+    state: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[Judge]:
     """Open the recipe's judge without checking whether it is trusted."""
     async with endpoint_of(config, http) as endpoint:
-        deps = _deps(config, endpoint, memory=memory, alarm=alarm)
+        deps = _deps(config, endpoint, state=state, alarm=alarm)
         with deps.cache:
             yield Judge(deps, judge_params(config), _limits(config.judge))
 
 
 def _deps(
-    config: RunConfig, endpoint: ChatEndpoint, *, memory: JudgeState | None, alarm: Callable[[JudgeAlarm], None] | None
+    config: RunConfig, endpoint: ChatEndpoint, *, state: JudgeState | None, alarm: Callable[[JudgeAlarm], None] | None
 ) -> JudgeDeps:
     judge = config.judge
-    spending = SpendFile(None) if memory is None else memory.spending
+    spending = SpendFile(None) if state is None else state.spending
     budget = JudgeBudget(_run_budget(judge), _prices(judge), spent=spending.load())
     budget.elsewhere = spending.others()
 
@@ -351,13 +350,13 @@ def _deps(
 
     return JudgeDeps(
         endpoint=endpoint,
-        cache=VoteCache(None if memory is None else memory.votes, CACHE_ENTRIES),
+        cache=VoteCache(None if state is None else state.votes, CACHE_ENTRIES),
         budget=budget,
         circuit=Breaker(config.rollouts.outage_s),
         clock=SystemClock(),
         identity=IdentityWatch(calibration.identity for calibration in calibrations_of(judge).values()),
         alarm=sound,
-        pause=memory.pause if memory is not None and judge.required_options.on_alarm == "hold" else None,
+        pause=state.pause if state is not None and judge.required_options.on_alarm == "hold" else None,
         record=spending.save,
     )
 

@@ -74,7 +74,9 @@ def write_run_key(folder: Path) -> None:
 
 
 def has_run_key(folder: Path) -> bool:
-    """True if there is a run key, in the environment or in a file; one of an older étude counts and is reported."""
+    """True if there is a run key, in the environment or in a file. The file of an older étude counts:
+    :func:`read_run_key` says how to rename it.
+    """
     return any((folder / name).is_file() for name in (RUN_KEY_FILE, OLD_FILE)) or bool(os.environ.get(RUN_KEY_VARIABLE))
 
 

@@ -81,7 +81,7 @@ class MetricsProduction:
             raise InfrastructureError(f"production's page {url} cannot be read: {error}") from error
         if RUNNING.isdisjoint(metric.name for metric in metrics):
             raise InfrastructureError(
-                f"production's page {url} says nothing of calls that run: it has none of {', '.join(sorted(RUNNING))}"
+                f"production's page {url} does not report running calls: it has none of {', '.join(sorted(RUNNING))}"
             )
         return metrics
 
@@ -194,12 +194,13 @@ class Lender(Closing):
         except InfrastructureError as error:
             return None, str(error)
         except Exception as error:  # noqa: BLE001  # somebody else's code may raise anything
-            return None, f"production cannot be asked: {type(error).__name__}: {error}"
+            return None, f"production's load cannot be read: {type(error).__name__}: {error}"
 
     def _tell(self, lend: Sequence[str], recall: Sequence[str], load: ProductionLoad | None, trouble: str) -> None:
         if bool(trouble) != self._is_away:
             self._is_away = bool(trouble)
-            self._notify(f"{trouble}; its machines are its own until it can" if trouble else "production answers again")
+            keeps = f"{trouble}; production keeps its machines until it answers"
+            self._notify(keeps if trouble else "production answers again")
         calls = "" if load is None else f": production has {load.calls} calls"
         for word, names in (("lent", lend), ("given back", recall)):
             if names:

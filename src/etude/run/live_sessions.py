@@ -160,7 +160,7 @@ class FeedbackRoutes:
         body = await _in_reach(self._api.status(key.product, route.parameter))
         if body is None:
             raise ApiError(
-                404, "session_not_found", "no session of this id or name is kept, or it is another product's"
+                404, "session_not_found", "no session with this id or name is stored, or it belongs to another product"
             )
         return respond(record, body)
 
@@ -170,7 +170,7 @@ async def _in_reach(answer: Coroutine[None, None, T]) -> T:
     try:
         return await answer
     except (TimeoutError, InfrastructureError) as error:
-        message = "the feedback store is out of reach: send the same events again"
+        message = "the feedback store is unavailable: send the same events again"
         raise ApiError(503, "feedback_unavailable", message) from error
 
 

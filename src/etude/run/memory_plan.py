@@ -411,7 +411,7 @@ class DeviceUse:
         fixes = ", ".join(dict.fromkeys(fix for each in self.processes if (fix := each.fixes())))
         words = (
             f"{self.device} has {formatting.size(free)} of memory free, and this run takes {needs}: change {fixes} or "
-            f"take a smaller model; `etude plan memory` says what is how large"
+            f"use a smaller model; `etude plan memory` shows the size of each part"
         )
         if max(process.least for process in self.processes) > free:
             raise UserError(words)
@@ -456,7 +456,7 @@ def check_uses(uses: Sequence[DeviceUse], free: Mapping[str, int] | None = None)
 
 
 def _free_bytes(device: str) -> int | None:
-    """Free bytes of a device; ``None`` where the system does not say."""
+    """Free bytes of a device; ``None`` if the system does not report them."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

@@ -120,7 +120,7 @@ class PhaseFolders:
         phases = phases_of(config)
         done = [self.record(phase) is not None for phase in phases]
         if sorted(done, reverse=True) != done:
-            raise RunFolderError(f"{self._path}: of {', '.join(phases)} a later one is done before an earlier one")
+            raise RunFolderError(f"{self._path}: of {', '.join(phases)}, a later one is done but not an earlier one")
         return [phase for phase, is_done in zip(phases, done, strict=True) if not is_done]
 
     def origin(self, phase: Phase, config: RunConfig) -> Path:
@@ -135,14 +135,15 @@ class PhaseFolders:
 
 
 def check_complete(lineage: PhaseFolders, config: RunConfig) -> None:
-    """Raise :class:`~etude.errors.RunFolderError` if a phase is missing after version 0 was published.
+    """Raise :class:`~etude.errors.RunFolderError` if some phases are done and others are not; call it once version 0 is
+    published, when a phase can no longer have an effect.
 
-    A folder into which version 0 was copied has no phases, and needs none.
+    A folder without any finished phase is complete: version 0 was copied into it.
     """
     pending, phases = lineage.pending(config), phases_of(config)
     if pending and len(pending) < len(phases):
         raise RunFolderError(
-            f"weight version 0 is published, [{pending[0]}] would have no effect on this run: start another with "
+            f"weight version 0 is published, so [{pending[0]}] would have no effect on this run: start another with "
             f"midtrain.tokens = 0 and model.checkpoint = {str(lineage.model(phases[-len(pending) - 1]))!r}"
         )
 

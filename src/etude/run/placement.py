@@ -123,7 +123,7 @@ def check_change(folder: RunFolder, fleet: FleetConfig) -> None:
         raise ConfigError(f"{folder.name} is on one machine: place it with `etude run --resume {folder.name} --fleet`")
     if changed := lasting_changes(before, fleet):
         raise ConfigError(
-            f"{', '.join(changed)} of the fleet cannot change while the run lives, since its processes were told when "
+            f"{', '.join(changed)} of the fleet cannot change while the run lives, since its processes got them when "
             f"they started: stop the run, then `etude run --resume {folder.name} --fleet FLEET`"
         )
 

@@ -3,7 +3,7 @@
     recipe ──▶ judge ──▶ devices, ports ──▶ model ──▶ disk, memory ──▶ tasks, texts ──▶ session on a fake engine
 
 The cheapest checks come first. The sections of the recipe define the requirements; this module checks them.
-``--dry-run`` skips them, as it depends only on the recipe, except for the tasks (:mod:`etude.run.task_plan`).
+``--dry-run`` skips them, as its result depends only on the recipe and the tasks (:mod:`etude.run.task_plan`).
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class MachineFinding:
 
 
 def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
-    """Check all requirements of a new run at ``out``, and yield each finding.
+    """Check all requirements of a new run at ``out``; yield the result of each check.
 
     Raises :class:`~etude.errors.UserError` for the first failure: the message names value, key and fix.
     """
@@ -118,8 +118,8 @@ def _ask_judge(config: RunConfig, url: str) -> MachineFinding:
     try:
         without_event_loop(lambda: asyncio.run(check_key(config)))
     except JudgeUnavailable as error:
-        return MachineFinding(name="judge", words=f"{error}; what it is to judge will wait for it", works=False)
-    return MachineFinding(name="judge", words=f"the one at {url} answers")
+        return MachineFinding(name="judge", words=f"{error}; rollouts will wait for it to be judged", works=False)
+    return MachineFinding(name="judge", words=f"the endpoint {url} answers")
 
 
 def check_machine(config: RunConfig) -> Iterator[MachineFinding]:
@@ -146,12 +146,15 @@ def check_interpreter(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> Iterator[MachineFinding]:
-    """Read the headers of a checkpoint's weights and its chat template. Raises :class:`~etude.errors.ConfigError`."""
+    """Check a checkpoint's chat template and the headers of its weights, or count the parameters of random weights.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
     if not config.model.checkpoint:
         if config.gateway.chat_template_kwargs:
             raise ConfigError(
                 "gateway.chat_template_kwargs would have no effect without model.checkpoint: étude's own chat template "
-                "reads none"
+                "reads none; set model.checkpoint, or leave them out"
             )
         count = formatting.brief(count_parameters(spec_of_recipe(config)))
         yield MachineFinding(name="model", words=f"random weights, {count} parameters")
@@ -159,8 +162,8 @@ def check_model(config: RunConfig) -> Iterator[MachineFinding]:
     place = Path(config.model.checkpoint)
     if not (place / "config.json").is_file():
         raise ConfigError(
-            f"model.checkpoint = {config.model.checkpoint!r}: no Hugging Face checkpoint there, as {Path.cwd()} "
-            f"has no {place / 'config.json'}"
+            f"model.checkpoint = {config.model.checkpoint!r}: no Hugging Face checkpoint there: "
+            f"{place.absolute() / 'config.json'} does not exist; correct the path"
         )
     try:
         for line in (*about_template(place, config.gateway.chat_template_kwargs), *about_calls(config)):
@@ -170,13 +173,13 @@ def check_model(config: RunConfig) -> Iterator[MachineFinding]:
             stored.check(make_causal_model(stored.spec))
         if stored.spec.draft and not has_drafts(config):
             raise ConfigError(
-                f"{place / 'config.json'} says draft_head, and the recipe has no use for one: set it to false there, "
-                f"which leaves its weights out, or set loss.draft_learning_rate"
+                f"{place / 'config.json'} has draft_head = true, but the recipe does not use a draft head: set it to "
+                f"false there, which leaves its weights out, or set loss.draft_learning_rate"
             )
         if has_drafts(config) and not config.loss.draft_learning_rate and not has_draft_head(place):
             raise ConfigError(
                 f"engine.options.draft_tokens: {place} has no draft head (model.layers.{stored.spec.layers}.eh_proj): "
-                f"set loss.draft_learning_rate to train one, or leave it out"
+                f"set loss.draft_learning_rate to train one, or remove engine.options.draft_tokens"
             )
     except ConfigError:
         raise
@@ -184,7 +187,7 @@ def check_model(config: RunConfig) -> Iterator[MachineFinding]:
         raise ConfigError(f"model.checkpoint = {config.model.checkpoint!r}: {error}") from error
     count = formatting.brief(count_parameters(stored.spec))
     yield MachineFinding(
-        name="model", words=f"{place}, {count} parameters: weights and chat template are there and fit"
+        name="model", words=f"{place}, {count} parameters: weights and chat template are complete and match"
     )
 
 
@@ -209,7 +212,7 @@ def check_texts(config: RunConfig) -> None:
             open_demonstrations(config)
     for key, path in named.items():
         if not Path(path).exists():
-            raise ConfigError(f"{key}: there is no {path!r} in {Path.cwd()}: correct the path, or leave it out")
+            raise ConfigError(f"{key}: there is no {path!r} in {Path.cwd()}: correct the path, or remove the key")
 
 
 def first_tasks(config: RunConfig, family: TaskFamily) -> list[Task]:
@@ -228,7 +231,8 @@ def first_tasks(config: RunConfig, family: TaskFamily) -> list[Task]:
 def check_session(config: RunConfig, task: Task) -> MachineFinding:
     """Play one session of the harness, in a sandbox, on an engine that samples random words.
 
-    Raises :class:`~etude.errors.ConfigError` if the harness cannot be started or never calls the model.
+    Raises :class:`~etude.errors.ConfigError` if the harness cannot be started, the session fails, or it does not call
+    the model in time.
     """
     chat, max_length = _chat_of(config, task)
     engine = FakeEngine(SystemClock(), vocab_size=chat.vocab_size, max_length=max_length, seed=config.seed)
@@ -245,11 +249,11 @@ def check_session(config: RunConfig, task: Task) -> MachineFinding:
             lambda: asyncio.run(_watch(play(stage, task, temperature=1.0, tell=note), lambda: len(calls), session_s))
         )
     if ended is not None and ended.status is not RolloutStatus.GRADED:
-        raise ConfigError(f"{_harness_key(config)}: a session with task {task.task_id} fails: {ended.reason}")
+        raise ConfigError(f"{_harness_key(config)}: a session with task {task.task_id} failed: {ended.reason}")
     if not calls:
         raise ConfigError(
             f"{_harness_key(config)}: a session with task {task.task_id} has not called the model within {session_s:g} "
-            f"s: where does it look for one? OPENAI_BASE_URL and ANTHROPIC_BASE_URL name it"
+            f"s: its agent must use the endpoint in OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
         )
     end = "stopped" if ended is None else f"ended ({ended.reason}) and graded"
     words = f"{config.harness.kind} harness on a fake engine: {end} after {len(calls)} calls"
@@ -281,7 +285,7 @@ def _chat_of(config: RunConfig, task: Task) -> tuple[ChatFormat, int]:
         chat = load_format(Path(config.model.checkpoint), config.gateway.chat_template_kwargs)
         return chat, config.engine.max_length
     shape = config.model.shape
-    assert isinstance(shape, ModelShape), "random weights have one"
+    assert isinstance(shape, ModelShape), "random weights have a shape"
     return ChatTemplate.train([task.prompt], shape.vocab_size), PLENTY
 
 
@@ -297,7 +301,7 @@ def spec_of_recipe(config: RunConfig) -> ModelSpec:
 
 def about_calls(config: RunConfig) -> list[str]:
     """Check that tool calls rendered by the checkpoint's chat template can be parsed again, if an external agent may
-    use them.
+    use them: a line if some cannot. Raises :class:`~etude.errors.ConfigError` if none can.
     """
     if not isinstance(config.harness.options, CommandOptions):
         return []
@@ -305,14 +309,16 @@ def about_calls(config: RunConfig) -> list[str]:
     problem = f"model.checkpoint = {config.model.checkpoint!r}: {calls.problem}"
     if calls.is_lost:
         raise ConfigError(
-            f"{problem}, and the agent of harness.options.command would be graded without them. Give the checkpoint a "
-            "chat_template.jinja that writes calls in a form of docs/models.md, or none for an agent that needs none"
+            f"{problem}, and the agent of harness.options.command would be graded without its tool calls. Give the "
+            "checkpoint a chat_template.jinja that writes calls in a form of docs/models.md, or one without tool calls "
+            "if the agent needs none"
         )
     return [problem] if calls.problem else []
 
 
 def about_template(checkpoint: Path, kwargs: TemplateKwargs = NO_KWARGS) -> list[str]:
-    """Compare the trained prompt with the prompt of another server: a line if they differ.
+    """Compare the gateway's prompts, which are trained on, with those of a server that renders each call anew; a line
+    if they differ.
 
     Raises as :func:`~etude.tokens.jinja.load_format`.
     """
@@ -320,17 +326,17 @@ def about_template(checkpoint: Path, kwargs: TemplateKwargs = NO_KWARGS) -> list
     if not differences:
         return []
     return [
-        f"trained is what the gateway renders; a server that renders each call afresh shows this model another "
-        f"context: {', '.join(differences)} (docs/models.md, Serving what was trained)"
+        f"the model is trained on the prompts that the gateway renders; a server that renders each call anew gives it "
+        f"other prompts: {', '.join(differences)} (docs/models.md, Serving what was trained)"
     ]
 
 
 def about_numerics(config: RunConfig) -> list[str]:
-    """A warning line if the number format is unsuitable for the GPU."""
+    """A warning line if the weights are float32 on a GPU."""
     devices = {resolve_device(config.engine.device), resolve_device(config.trainer.device)}
     if "cuda" not in devices or resolve(config).numerics.dtype != "float32":
         return []
     return [
-        "numerics.dtype = 'float32' on a GPU: no flash attention, no graphs, experts one by one, twice the memory; "
-        "'bfloat16' is what it is made for"
+        "numerics.dtype = 'float32' on a GPU: no flash attention, no graphs, experts one by one, twice the memory; set "
+        "'bfloat16', for which GPUs are made"
     ]

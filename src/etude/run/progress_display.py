@@ -18,9 +18,9 @@ from etude.dashboard.text import notice_line, render_line
 from etude.telemetry.log import EventReader
 
 PANEL_S = 0.5
-"""Interval at which the panel is drawn anew."""
+"""Interval at which the panel is redrawn."""
 LINE_S = 10.0
-"""Interval at which a line is printed where there is no terminal."""
+"""Interval at which a line is printed without a terminal."""
 
 
 class ProgressDisplay:
@@ -34,20 +34,20 @@ class ProgressDisplay:
         page: str = "",
         look_beside: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """``page`` is the URL of the run's page, if it has one. ``look_beside`` is called with every update; its lines
-        are for people.
+        """``page`` is the URL of the run's page, if any. ``look_beside`` is called at every update; its lines are
+        shown.
         """
         self._page = page
         self._look_beside = look_beside
         self._reader = EventReader(events)
         self._config = config
         self.metrics = RunMetrics()
-        """Sums of all events that were read so far."""
+        """Metrics of all events read so far."""
         self._console = Console(file=out)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._shown_s = 0.0
         self._warnings: list[str] = []
-        """Warnings that hold: each is printed once, however long it holds."""
+        """Current warnings: each is printed once, however long it lasts."""
 
     def __enter__(self) -> Self:
         if self._page:
@@ -64,14 +64,14 @@ class ProgressDisplay:
             self._live.stop()
 
     def update(self) -> None:
-        """Show what is new, not more often than anyone can read."""
+        """Show new notices at once, and new events at most once per interval."""
         for line in self._look_beside():
             self.notice(line)
         if time.monotonic() - self._shown_s >= (PANEL_S if self._live else LINE_S):
             self._show()
 
     def notice(self, words: str) -> None:
-        """Print a message that stays: the panel moves down."""
+        """Print a permanent line, above the panel."""
         self._console.print(
             f"[{self.metrics.total_s(time.time()):6.0f} s] {words}", soft_wrap=True, highlight=False, markup=False
         )

@@ -1,11 +1,11 @@
 """The ranks of a trainer, or of a phase before it, on one machine: their environments, and their common start and end.
 
-    etude train ──one rank here──▶ goes on as that rank
-                └──several──▶ rank, rank, … ──the first that fails──▶ the others are killed, its status is the node's
+    etude train ──one rank here──▶ continues as that rank
+                └──several──▶ rank, rank, … ──the first that fails──▶ the others are killed; its status is the node's
 
-This works like torchrun, with the same environment variables, for fixed machines: the first one hosts the rendezvous,
-and the supervisor restarts a group. Unlike with torchrun, only the ranks import torch and wait for others, which
-shortens the trainer's start.
+This works like torchrun, with the same environment variables, but for a fixed list of machines: the first one hosts the
+rendezvous, and the run's supervisor restarts the ranks as a group. Only the ranks import torch and wait for each other,
+not the process that starts them: that shortens the trainer's start.
 """
 
 import os
@@ -32,9 +32,10 @@ class Nodes:
     """``HOST:PORT`` of the first node, the rendezvous of the ranks; on one node, any free port."""
 
     def environments(self, ranks: int) -> list[dict[str, str]]:
-        """The environment of each of this node's share of ``ranks``.
+        """The environment variables of each rank on this node; ``ranks`` counts those of all nodes.
 
-        Raises :class:`~etude.errors.ConfigError` for ranks that cannot be divided, and for nodes without a rendezvous.
+        Raises :class:`~etude.errors.ConfigError` if the nodes cannot have equally many ranks, or ``rdzv_endpoint`` or
+        ``node_rank`` is invalid.
         """
         if ranks % self.nnodes:
             raise ConfigError(
@@ -67,9 +68,9 @@ ONE_NODE = Nodes()
 
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-    """Run ``command`` in each environment until all have ended or one has failed, which kills the others.
+    """Run ``command`` once in each environment, at the same time, until all have ended; if one fails, kill the others.
 
-    Returns the status of the first that failed, or 0; one that was killed by a signal counts as 1.
+    Returns the exit status of the first that failed, 1 if a signal killed it, and 0 if none failed.
     """
     ranks = [subprocess.Popen(command, env={**os.environ, **each}) for each in environments]
     try:

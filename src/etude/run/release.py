@@ -43,11 +43,11 @@ from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
 from etude.routing_table import RoutingTable
 from etude.run.folder import RunFolder
 from etude.run.parent import tell_person
-from etude.run.payload_store import open_releases
 from etude.run.release_gate import GateMeasurements
 from etude.run.routing_tables import RoutingTables
 from etude.run.serving import run_until_signal
 from etude.run.store_outages import StoreOutages
+from etude.run.stores import open_releases
 from etude.run.weight_log import open_log
 from etude.weights.log import WeightLog
 

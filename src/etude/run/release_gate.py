@@ -37,7 +37,9 @@ from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 ATTEMPTS = 3
 """Maximum attempts for an evaluation that does not finish."""
 PARITY = "parity"
-"""The ledger fact of an evaluation that is 1 if engine and trainer computed the same numbers, else 0."""
+"""The ledger fact of an evaluation: ``1`` if engine and trainer computed the same numbers, ``0`` if not, empty if they
+could not be compared.
+"""
 MODULE = "etude.run.release_gate"
 NO_SUITE = ""
 ERROR_PREFIX = "etude: "
@@ -194,7 +196,7 @@ def _last_line(log: Path, began: int) -> str:
         file.seek(began)
         lines = file.read().decode(errors="replace").split("\n")
     return next(
-        (line.removeprefix(ERROR_PREFIX) for line in reversed(lines) if line.strip()), "it ended without a word"
+        (line.removeprefix(ERROR_PREFIX) for line in reversed(lines) if line.strip()), "it ended without a message"
     )
 
 

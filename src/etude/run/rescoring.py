@@ -93,5 +93,5 @@ class Rescoring:
         gone = sorted({version for several in versions for version in several} & self._missing.keys())
         reasons = [f"no mismatch for tokens of v{version}: {self._missing[version]}" for version in gone]
         if any(len(several) > 1 for several in versions):
-            reasons.append("no mismatch for turns that several weight versions sampled: their context is of neither")
+            reasons.append("no mismatch for turns that several weight versions sampled: their context mixes versions")
         return reasons

@@ -43,36 +43,37 @@ BITS = frozenset(
     {f"trainer.{key}" for key in ("steps", "microbatch_tokens", "checkpoint_activations", "threads", "device")}
 )
 """Changeable keys that affect the bits of a step: they may not change while steps must be repeated."""
-# Not optimiser.state: fp32 and offload have the same bits in another place.
+# optimiser.state is in neither set: it may change between fp32 and offload, at any time, as both have the same bits in
+# another place, but not to or from 8bit.
 REASONS: Mapping[str, str] = MappingProxyType(
     {
-        "model": "the run's weights began with it",
-        "midtrain": "the run's weights began with it",
-        "sft": "the run's weights began with it",
-        "tasks": "groups of other tasks are in its ledger, and its held-out tasks would be others",
-        "eval": "before and after would not be measured alike",
+        "model": "its initial weights depend on it",
+        "midtrain": "its initial weights depend on it",
+        "sft": "its initial weights depend on it",
+        "tasks": "its ledger has groups of the former tasks, and the held-out tasks would change",
+        "eval": "its evaluations before and after training could not be compared",
         "reward": "rewards from before and after the change could not be compared",
         "judge": "rewards from before and after the change could not be compared",
         "effort": "rewards from before and after the change could not be compared",
         "cheating": "rewards from before and after the change could not be compared",
-        "ledger": "its durable state lies where it lies",
-        "optimiser": "its moments were kept by it",
+        "ledger": "its stored state cannot be moved",
+        "optimiser": "its moments were computed with it",
     }
 )
 """Section → the reason why its other keys cannot change."""
-ONE_ALGORITHM = "what a run has learnt would be due to two different ones"
+ONE_ALGORITHM = "the result of a run must come from one algorithm"
 """The reason for every other key."""
 
 
 def measured_fact(label: str) -> str:
-    """Name of the ledger's fact with the weight version that was last measured ``before`` or ``after``."""
+    """Name of the ledger's fact with the last version evaluated as ``label``: ``before`` or ``after``."""
     return f"eval-{label}"
 
 
 def changed_config(folder: RunFolder, settings: Sequence[str]) -> RunConfig:
-    """The recipe of a run with ``section.key=value`` settings.
+    """The recipe of a run, changed by ``section.key=value`` settings.
 
-    Raises :class:`~etude.errors.ConfigError` for a key that a run keeps, with the reason.
+    Raises :class:`~etude.errors.ConfigError`, with the reason, for a key that may not change, or not now.
     """
     before = folder.config()
     after = with_absolute_paths(resolve(load_recipe(folder.config_file, settings)))
@@ -80,8 +81,8 @@ def changed_config(folder: RunFolder, settings: Sequence[str]) -> RunConfig:
     for key, old, new in differences(before.model_dump(mode="json"), after.model_dump(mode="json")):
         if behind and key in BITS:
             raise ConfigError(
-                f"{key} = {new!r}: {behind} steps behind the last checkpoint must be done again first, with {old!r}, "
-                f"to the same bits; resume without it until the next multiple of trainer.checkpoint_steps"
+                f"{key} = {new!r}: {behind} steps after the last checkpoint must be repeated first, with {old!r}, to "
+                f"the same bits; resume without this change until the next multiple of trainer.checkpoint_steps"
             )
         if key not in CHANGEABLE and not (key == "optimiser.state" and "8bit" not in (old, new)):
             reason = REASONS.get(key.partition(".")[0], ONE_ALGORITHM)
@@ -95,7 +96,7 @@ def changed_config(folder: RunFolder, settings: Sequence[str]) -> RunConfig:
 
 
 def steps_to_redo(folder: RunFolder, config: RunConfig) -> int:
-    """Committed steps that have no checkpoint behind them on this disk; 0 where every step has one."""
+    """Number of committed steps after the last checkpoint on this disk; 0 if every step is saved."""
     if config.trainer.checkpoint_steps == 1:
         return 0
     names = (path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*"))
@@ -105,13 +106,15 @@ def steps_to_redo(folder: RunFolder, config: RunConfig) -> int:
 
 
 def _check_after_steps(folder: RunFolder, before: RunConfig, steps: int) -> None:
-    """Raise :class:`~etude.errors.ConfigError` unless all steps so far were, and stay, of simulated groups alone."""
+    """Raise :class:`~etude.errors.ConfigError` if ``live.after_steps`` gets smaller, or if a step after the former
+    value is done, as live sessions may have been trained on then.
+    """
     with closing(Ledger.open(folder.ledger, before.ledger)) as ledger:
         done = ledger.progress().steps_done
     if steps < before.live.after_steps or done > before.live.after_steps:
         raise ConfigError(
-            f"live.after_steps = {steps}: it can be raised from {before.live.after_steps} while users are not learnt "
-            f"from yet, and step {done} is done"
+            f"live.after_steps = {steps}: it can only be raised from {before.live.after_steps}, and only before "
+            f"step {before.live.after_steps + 1} is done, the first that trains on users' sessions; step {done} is done"
         )
 
 
@@ -128,8 +131,8 @@ def differences(
 
 
 def change(folder: RunFolder, config: RunConfig) -> None:
-    """Make ``config`` the recipe of a run, whole or not at all. Raises :class:`~etude.errors.RunFolderError` while the
-    run is going on.
+    """Make ``config`` the recipe of a run, atomically. Raises :class:`~etude.errors.RunFolderError` while the run has a
+    supervisor.
     """
     with exclusive(folder, "supervisor"):
         partial = folder.config_file.with_suffix(".partial")
@@ -140,9 +143,9 @@ def change(folder: RunFolder, config: RunConfig) -> None:
 
 
 def is_finished(folder: RunFolder, config: RunConfig) -> bool:
-    """True for a run that has taken its steps and measured their end.
+    """True if a run has taken all its steps and, if it evaluates, has evaluated the last weight version.
 
-    Raises :class:`~etude.errors.ConfigError` where it has taken more steps than it is to have.
+    Raises :class:`~etude.errors.ConfigError` if it has taken more steps than the recipe's ``trainer.steps``.
     """
     with closing(Ledger.open(folder.ledger, config.ledger)) as ledger:
         done, steps = ledger.progress().steps_done, config.trainer.steps

@@ -40,8 +40,8 @@ from etude.run.detokenize import decoder, turn_reader
 from etude.run.file_changes import FileChanges
 from etude.run.folder import RunFolder
 from etude.run.judge_votes import votes_about
-from etude.run.payload_store import open_payloads
 from etude.run.process_name import TRAINER
+from etude.run.stores import open_payloads
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader
 from etude.tokens.chat import read_tokenizer
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 MOST_ATTEMPTS = 100_000
 """Upper limit for the rollouts of one group: more than any group has."""
 PAYLOADS_GONE = (
-    "their routes and sampling masks are gone, as they are once a step is committed; their mismatch is that of the "
-    "trainer's own routes, over the whole vocabulary"
+    "their routes and sampling masks are deleted, as always after a step is committed; their mismatch is computed with "
+    "the trainer's own routes, over the whole vocabulary"
 )
 
 
@@ -302,7 +302,7 @@ def _credit_of(
     try:
         batch = build_batch(1, [group], baseline, penalties, config.credit, LiveComparison(baseline="none"))
     except ValueError as error:  # recorded under another recipe
-        return _unknown_credit(group, state, f"advantages cannot be said: {error}")
+        return _unknown_credit(group, state, f"advantages are unknown: {error}")
     trajectories: dict[str, list[Trajectory]] = {}
     for trajectory in batch.trajectories:
         trajectories.setdefault(trajectory.rollout_id, []).append(trajectory)
@@ -343,20 +343,20 @@ def _provisos(trained: int, state: GroupState, config: RunConfig, *, is_live: bo
     """Notes on facts that advantages and loss tokens do not show."""
     loss = config.loss
     if is_live and config.live.baseline != "none":
-        yield f"advantages are without live.baseline = {config.live.baseline!r}, which takes the sessions of its step"
+        yield f"advantages are without live.baseline = {config.live.baseline!r}, which needs all sessions of the step"
     if state is GroupState.OPEN:
         yield f"its group is open: advantages and loss tokens would be these if it ended now, with {trained} compared"
     if config.effort.weight and loss.baseline == "mean_std":
-        yield "the penalty is taken off the advantage: loss.baseline = 'mean_std' divides rewards alone"
+        yield "the penalty is subtracted from the advantage: loss.baseline = 'mean_std' divides only rewards"
     if loss.reference_beta:
-        yield (f"advantages are without loss.reference_beta = {loss.reference_beta:g}: the way from the reference "
-               f"takes its weights to tell")  # fmt: skip
+        yield (f"advantages are without loss.reference_beta = {loss.reference_beta:g}: that penalty needs the "
+               f"reference's weights")  # fmt: skip
     clip = loss.kind if isinstance(loss.options, ClippedOptions) else "none"
     deciding = {"kind": clip, "correction": loss.correction, "sequence_mask": loss.sequence_mask}
     weighing = ", ".join(f"{key} = {value!r}" for key, value in deciding.items() if value != "none")
     if weighing:
-        yield (f"loss tokens are counted, not weighed: what [loss] {weighing} makes of each takes the trainer's "
-               f"logprobs of its step")  # fmt: skip
+        yield (f"loss tokens are counted without their weights: for these, [loss] {weighing} needs the trainer's "
+               f"log-probabilities in its step")  # fmt: skip
 
 
 def _without_payloads(rollout: Rollout) -> Rollout:

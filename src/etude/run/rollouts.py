@@ -52,12 +52,12 @@ from etude.run.folder import RunFolder, holder
 from etude.run.followed_regions import ServedRegions, open_regions
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge, synced_judge_state
 from etude.run.keys import KeyRole
-from etude.run.payload_store import leased_ledger, open_archive
 from etude.run.placement import fleet_of
 from etude.run.process_name import GATEWAY, ROLLOUTS, ProcessName
 from etude.run.resuming import measured_fact
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal
+from etude.run.stores import leased_ledger, open_archive
 from etude.run.task_families import NOTHING_HELD_OUT, open_family
 from etude.run.task_sandboxes import (
     EnvironmentTaskSandboxes,
@@ -236,8 +236,8 @@ def lost_all(folder: RunFolder, purpose: str) -> UserError:
     reason = failed[0].reason if failed else "its attempts were used up"
     return UserError(
         f"evaluation {purpose!r}: every rollout used up its attempts (rollouts.max_attempts), the last failed because "
-        f"of {reason}; repair that and start another run: this one does not try again what it gave up, but `etude "
-        f"eval` measures what weights it has"
+        f"of {reason}; fix that and start another run: this one does not retry lost rollouts, but `etude eval` "
+        f"can evaluate its weights"
     )
 
 
@@ -390,12 +390,12 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
     if isinstance(config.harness.options, CommandOptions) and Capability.ALLOW_LIST not in granted:
         raise ConfigError(
             f"harness.kind = {config.harness.kind!r} calls the model from inside of its sandbox, and sandboxes.kind = "
-            f"{config.sandboxes.kind!r} cannot let it reach the gateway alone: choose another kind"
+            f"{config.sandboxes.kind!r} cannot restrict it to the gateway: choose another kind"
         )
     if config.credit.branches > 1 and not granted & {Capability.FORK, Capability.LIVE_FORK}:
         raise ConfigError(
             f"credit.options.branches = {config.credit.branches} forks sandboxes, which sandboxes.kind = "
-            f"{config.sandboxes.kind!r} does not claim to do: choose another kind, or another credit.kind"
+            f"{config.sandboxes.kind!r} cannot do: choose another kind, or another credit.kind"
         )
 
 
@@ -441,10 +441,10 @@ async def _rollout_context(
         sandboxes, grader, harness = await open_stage(
             stack, config, http, folder=folder.path, gateway_urls=sessions.urls
         )
-        memory = JudgeState(folder.path, name.replica)
+        judge_state = JudgeState(folder.path, name.replica)
         if config.judge.kind != "none":
-            stack.enter_context(synced_judge_state(folder, memory))
-        judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
+            stack.enter_context(synced_judge_state(folder, judge_state))
+        judge = await stack.enter_async_context(open_judge(config, http, state=judge_state, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         yield RolloutContext(
             sessions=sessions.opener,

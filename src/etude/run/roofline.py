@@ -2,12 +2,12 @@
 
     time of a part = max(bytes / (bandwidth · its share), operations / (peak · its share))
 
-    decode step      every weight that the batch meets, once · every sequence's keys and values, once · a fixed time
-    training step    three times the operations of a forward pass; a fourth where activations are computed again
+    decode step      each weight that the batch uses and each sequence's keys and values, read once; a fixed time
+    training step    three times the operations of a forward pass; four times if activations are recomputed
 
-Bandwidth is that of the device's own copies and the peak that of its own large products, both measured or, of a GPU
-that is not here, the data sheet's times what an H200 reached of it. Shares are what étude's kernels reached there, on
-the shapes that docs/gpu.md names; nothing else is fitted. Pure.
+The bandwidth is that of the device's own copies, the peak that of its own large products. Both are measured or, for a
+GPU that this machine lacks, the data sheet's values times the shares that an H200 reached. The shares of kernels are
+those that étude's kernels reached on that H200, with the shapes of docs/gpu.md; nothing else is fitted. Pure.
 """
 
 from dataclasses import dataclass
@@ -31,32 +31,32 @@ COPY_SHEET, PRODUCT_SHEET = 4.18 / 4.8, 775 / 989
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Rates of a device, and the shares of them that kernels reach."""
+    """Rates of a device, and the shares of these rates that kernels reach."""
 
     bytes_per_s: float
-    """Read and written by a copy."""
+    """Bytes per second that a copy reads and writes."""
     flops: float
     """Operations per second of a large product."""
     matrix_bytes: float = 0.82
-    """Share of the bandwidth of products with few rows: 15.1 GB of Qwen3-8B in 4.4 ms."""
+    """Share of the bandwidth that products with few rows reach: 15.1 GB of Qwen3-8B in 4.4 ms."""
     grouped_bytes: float = 0.55
-    """… of those of experts: Qwen3-30B-A3B, 64 sequences."""
+    """The same for products of experts: Qwen3-30B-A3B, 64 sequences."""
     cache_bytes: float = 0.88
-    """… of attention over the cache: Qwen3-8B, 64 sequences of 8,192."""
+    """The same for attention over the cache: Qwen3-8B, 64 sequences of 8,192 tokens."""
     latent_bytes: float = 0.26
-    """… of latent attention: DeepSeek-V3, 64 of 8,192."""
+    """The same for latent attention: DeepSeek-V3, 64 sequences of 8,192 tokens."""
     layer_s: float = 36e-6
-    """Fixed time of a layer's small kernels in a decode step: 1.3 ms of 36 layers."""
+    """Fixed time of a layer's small kernels in a decode step: 1.3 ms for 36 layers."""
     step_s: float = 1.1e-3
-    """Fixed time of a decode step: 0.2 ms for the draw, 0.9 between two steps."""
+    """Fixed time of a decode step: 0.2 ms for sampling, 0.9 ms between two steps."""
     training: float = 0.55
-    """Share of the peak of a training step, what is computed again counted: layers of Qwen3-8B and Qwen3-1.7B."""
+    """Share of the peak that a training step reaches, with recomputed operations: layers of Qwen3-8B and Qwen3-1.7B."""
     grouped_training: float = 0.22
-    """… of a mixture: 1 B parameters, 32 experts."""
+    """The same for a mixture of experts: 1 B parameters, 32 experts."""
 
     @classmethod
     def of_gpu(cls, kind: GpuKind) -> "Rates":
-        """Rates of a GPU by its data sheet."""
+        """Rates of a GPU from its data sheet."""
         return cls(bytes_per_s=kind.bytes_per_s * COPY_SHEET, flops=kind.flops * PRODUCT_SHEET)
 
 
@@ -65,9 +65,9 @@ class DecodeStep:
     """One token for each of some sequences, on one of the GPUs that share a model."""
 
     weight_bytes: int
-    """Matrices of all tokens."""
+    """Matrices that all tokens use."""
     expert_bytes: int
-    """Routed experts that the batch meets: each of E is met with probability 1 − (1 − k/E)^batch."""
+    """Routed experts that the batch uses: each of E experts with probability 1 − (1 − k/E)^batch."""
     cache_bytes: int
     flops: int
     layers: int
@@ -77,9 +77,9 @@ class DecodeStep:
     def of(
         cls, spec: ModelSpec, *, batch: int, context: int, item: int, gpus: int = 1, cached_bytes: int | None = None
     ) -> "DecodeStep":
-        """The step of ``batch`` sequences of ``context`` tokens, in numbers of ``item`` bytes.
+        """The step of ``batch`` sequences of ``context`` tokens, with ``item`` bytes per number.
 
-        ``cached_bytes`` are those of a position on one GPU, where it is not the native engine's cache.
+        ``cached_bytes`` is the size of a cached position on one GPU, by default that of the native engine.
         """
         sizes, experts = ModelSizes.of(spec), spec.experts
         met = 1 - (1 - experts.per_token / experts.count) ** batch if experts else 0.0
@@ -96,7 +96,7 @@ class DecodeStep:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that the step cannot do without."""
+        """Bytes that the step must read."""
         return self.weight_bytes + self.expert_bytes + self.cache_bytes
 
     def seconds(self, rates: Rates) -> float:
@@ -110,20 +110,20 @@ class DecodeStep:
         return max(reading, self.flops / rates.flops) + self.layers * rates.layer_s + rates.step_s
 
     def bandwidth_share(self, rates: Rates) -> float:
-        """Share of the copy bandwidth that the bytes are read with."""
+        """Share of the copy bandwidth at which the step reads its bytes."""
         return self.least_bytes / rates.bytes_per_s / self.seconds(rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStep:
-    """Forward and backward pass of some tokens on one rank."""
+    """Forward and backward pass of the tokens of one rank."""
 
     flops: float
-    """Operations that the model must do: three forward passes, of the head for scored tokens alone."""
+    """Operations that the model requires: three forward passes, with the head for scored tokens only."""
     again: float
-    """Operations that are computed a second time."""
+    """Recomputed operations."""
     sent_bytes: float
-    """Bytes of weights that a rank receives, and of gradients that it sends: none on one rank."""
+    """Bytes of weights that a rank receives and of gradients that it sends; 0 for a single rank."""
     is_grouped: bool
 
     @classmethod
@@ -137,8 +137,8 @@ class TrainingStep:
         ranks: int = 1,
         ep: int = 1,
     ) -> "TrainingStep":
-        """The pass of ``tokens`` in sequences of ``length``. It gathers blocks in two bytes a number, twice where it
-        ``recomputes``, and adds up gradients in four.
+        """The pass of ``tokens`` in sequences of ``length``. Gathered blocks have two bytes per number, and are
+        gathered twice if the pass ``recomputes``; gradients are summed in four bytes.
         """
         layers = tokens * (token_flops(spec) + length / 2 * pair_flops(spec))
         head = tokens * SCORED_SHARE * head_flops(spec)
@@ -153,19 +153,20 @@ class TrainingStep:
         )
 
     def seconds(self, rates: Rates) -> float:
-        """Predicted time of the arithmetic; what is sent goes beside it."""
+        """Predicted time of the arithmetic; transfers overlap with it."""
         share = rates.grouped_training if self.is_grouped else rates.training
         return (self.flops + self.again) / (rates.flops * share)
 
     def utilisation(self, rates: Rates, *, peak: float | None = None) -> float:
-        """Model FLOPs utilisation of ``peak``, by default that of the device's own products."""
+        """Model FLOPs utilisation, relative to ``peak``; default: the rate of the device's own products."""
         return self.flops / self.seconds(rates) / (peak or rates.flops)
 
 
 def decode_steps(config: RunConfig, spec: ModelSpec) -> dict[int, DecodeStep]:
-    """Context → the decode step of a resolved recipe's engine with all its sequences, at a short one and the longest.
+    """Context → the decode step of a resolved recipe's engine with all its sequences, for a short context and the
+    longest.
 
-    Stages of a pipeline come one after the other: a step passes all of them.
+    The stages of a pipeline run one after the other: a step passes all of them.
     """
     item, batch, longest = (
         DTYPES[config.numerics.stored_dtype].itemsize,
@@ -181,7 +182,7 @@ def decode_steps(config: RunConfig, spec: ModelSpec) -> dict[int, DecodeStep]:
 
 
 def training_pass(config: RunConfig, spec: ModelSpec) -> TrainingStep:
-    """One pass of a resolved recipe's trainer, on a rank."""
+    """One pass of a resolved recipe's trainer, on one rank."""
     trainer, parallel = config.trainer, config.parallel
     return TrainingStep.of(
         spec,
@@ -194,7 +195,7 @@ def training_pass(config: RunConfig, spec: ModelSpec) -> TrainingStep:
 
 
 def measured_rates(*, bytes_per_s: float, flops: float) -> Rates:
-    """Rates of a device that was measured, on which every part reaches all of them; nothing is fixed."""
+    """Rates of a measured device, with every share 1 and no fixed times."""
     return Rates(
         bytes_per_s=bytes_per_s,
         flops=flops,

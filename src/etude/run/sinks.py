@@ -31,10 +31,10 @@ from etude.run.folder import RunFolder, exclusive
 from etude.run.judging import judge_cost
 from etude.run.launchers.host_process import HostProcess, host_process, stop_all
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
-from etude.run.payload_store import open_archive
 from etude.run.process_name import ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.scoring import transcript_of
+from etude.run.stores import open_archive
 from etude.run.working_folder import keep
 from etude.telemetry.alerts import NAMES
 from etude.telemetry.events import SinkFailed
@@ -84,7 +84,7 @@ def check_log(config: RunConfig) -> None:
         watch = alert.condition.watch
         if watch not in NAMES:
             raise ConfigError(
-                f"alerts: {alert.name!r} watches {watch!r}, which there is not: choose one of {', '.join(NAMES)}"
+                f"alerts: {alert.name!r} watches {watch!r}, which does not exist: choose one of {', '.join(NAMES)}"
             )
         if watch == "cost" and config.judge.kind != "model":
             raise ConfigError(
@@ -148,7 +148,7 @@ def _threads(folder: RunFolder, config: RunConfig, events: EventLog) -> list[Sin
     read = partial(read_rollout, folder)
 
     def tell(sink: str, reason: str, lost: int) -> None:
-        logger.warning("sink %s: %s; %d events are lost, and the run goes on", sink, reason, lost)
+        logger.warning("sink %s: %s; %d events are lost, the run continues", sink, reason, lost)
         events.write(SinkFailed(sink=sink, reason=reason, lost=lost))
 
     def thread(name: str, place: str, make: Callable[[SinkContext], Sink]) -> SinkThread:
@@ -196,7 +196,7 @@ def _keep(folder: RunFolder) -> None:
     try:
         keep(folder, FOLDER)
     except EtudeError as error:
-        logger.warning("the places of sinks are not kept yet: %s", error)
+        logger.warning("the positions of sinks are not saved at the URL of the run yet: %s", error)
 
 
 def read_rollout(folder: RunFolder, rollout_id: str) -> str:
@@ -235,7 +235,7 @@ class SinksProcess(Closing):
         self._process = host_process(spec, self._folder.path, {})
         self._due_s = now_s + self._pause_s
         self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
-        return [f"the process that feeds sinks has ended, and is started again: {line}" for line in died]
+        return [f"the process that feeds sinks has ended and is restarted: {line}" for line in died]
 
     def close(self) -> None:
         """Let sinks send the remaining events, for a bounded time."""

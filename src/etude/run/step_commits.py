@@ -30,8 +30,8 @@ from etude.run.checkpoint_copies import CheckpointCopies
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import published_state
-from etude.run.payload_store import open_feedback, open_ledger, open_payloads
 from etude.run.publishing import WeightPublishing
+from etude.run.stores import open_feedback, open_ledger, open_payloads
 from etude.run.trainer_group import TrainerGroup
 from etude.telemetry.events import StepSaved
 from etude.telemetry.log import EventLog
@@ -120,12 +120,15 @@ class StepCommits(Closing):
         self._heartbeat.beat()
 
     def prove(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """Compare the weights of a repeated step with its published weights, if these are in the log."""
+        """Compare the weights of a repeated step with its published weights, if these are in the log.
+
+        Raises :class:`~etude.errors.DamagedError` if they differ.
+        """
         record = self.log.read(step)
         if record is not None and (digest := state_digest(to_stored(state))) != record.digest:
             raise DamagedError(
                 f"step {step}, repeated from a checkpoint, ended in the weights {digest[:12]}; {record.digest[:12]} "
-                f"were published: another machine or library, or nondeterministic kernels. Go on where it was "
+                f"were published: another machine or library, or nondeterministic kernels. Continue where it was "
                 f"computed, or start a new run from version {step}, with trainer.checkpoint_steps = 1"
             )
 
@@ -141,8 +144,8 @@ class StepCommits(Closing):
         self.remember_policy(step, model)
 
     def commit_published(self) -> None:
-        """Commit the step that is being published, once its version is visible and its checkpoint, if it must wait for
-        that, is durable.
+        """Commit the step that is being published, once its version is visible and, if the commit must wait for it, its
+        checkpoint is durable.
         """
         version = self.publishing.land(self.idle)
         if version is None:

@@ -55,7 +55,7 @@ class StoreOutages(Closing):
         self._write(0.0, "")  # the previous process may have died while waiting
 
     def failed(self, error: InfrastructureError, *, again: bool) -> None:
-        """Wait before the next attempt.
+        """Wait before the next attempt; ``again`` is true if the same call has failed before.
 
         Raises ``error`` once this is closed, :class:`~etude.errors.UserError` if the outage has lasted too long.
         """
@@ -64,7 +64,7 @@ class StoreOutages(Closing):
             self._waiting += not again
             if self._waiting == 1 and not again:
                 self._since_s = now_s
-                logger.warning("%s is away and waited for: %s", self._store, error)
+                logger.warning("%s is unavailable, waiting for it: %s", self._store, error)
             away_s = now_s - self._since_s
             if not self._closed and away_s < self._max_outage_s:
                 self._tell(now_s, away_s, error)
@@ -76,7 +76,7 @@ class StoreOutages(Closing):
         if self._closed:
             raise error
         raise UserError(
-            f"{self._store} has been away for {away_s:.0f} s (rollouts.max_outage_s = {self._max_outage_s:g}): "
+            f"{self._store} has been unavailable for {away_s:.0f} s (rollouts.max_outage_s = {self._max_outage_s:g}): "
             f"{error}; repair that and resume the run, nothing is lost"
         ) from error
 
@@ -86,7 +86,7 @@ class StoreOutages(Closing):
             self._waiting -= 1
             self._changed.notify_all()
             if not self._waiting:
-                logger.warning("%s is back", self._store)
+                logger.warning("%s is available again", self._store)
             if not self._waiting and self._told_s > -math.inf:
                 self._told_s = -math.inf
                 self._write(0.0, "")

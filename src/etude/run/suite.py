@@ -243,7 +243,14 @@ def try_version(
     config = trial_config(run, named)
     check_judge(config)
     tasks = tasks_of(open_family(config), limits.tasks)
-    request = EvalRequest(version=version, tasks=len(tasks), passes=limits.passes, greedy=False, suite=named)
+    request = EvalRequest(
+        version=version,
+        tasks=len(tasks),
+        passes=limits.passes,
+        greedy=False,
+        suite=named,
+        concurrency=limits.concurrency,
+    )
     evaluation = evaluate(folder, request, progress)
     out.mkdir(parents=True, exist_ok=True)
     results = SuiteResults(
@@ -325,7 +332,7 @@ async def _try_all(tries: _Tries, progress: Progress) -> None:
         passthrough = await stack.enter_async_context(serving_passthrough(tries.upstream, http))
         sandboxes, grader, harness = await open_stage(stack, config, http, folder=out, gateway_urls=[passthrough.url])
         events = stack.enter_context(EventLog(out / "events", "suite"))
-        judging = open_judge(config, http, memory=JudgeState(out), alarm=events.write)
+        judging = open_judge(config, http, state=JudgeState(out), alarm=events.write)
         judge = await stack.enter_async_context(judging)
         dispatcher = Dispatcher(
             config.rollouts,

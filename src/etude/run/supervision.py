@@ -66,10 +66,11 @@ class Supervisor:
         """The last observed status of all processes."""
 
     def check(self) -> bool:
-        """Observe the processes and restart dead ones; true once all finite processes are done, never if there are
-        none.
+        """Observe the processes and restart dead ones. Return true once all processes that have an end are done; false
+        if none has an end.
 
-        Raises :class:`~etude.errors.EtudeError` if a restart would not help.
+        Raises :class:`~etude.errors.EtudeError` if a restart would not help, and
+        :class:`~etude.fleet.launcher.LauncherUnavailable` after an outage of :data:`OUTAGE_S`.
         """
         if self._state is not None and (desired := self._state.changed()) is not None:
             self._follow(desired.fleet, self._specs_of(desired))
@@ -104,7 +105,7 @@ class Supervisor:
         changes = [f"{word} {', '.join(sorted(names))}" for word, names in
                    (("added:", after - before), ("removed:", before - after)) if names]  # fmt: skip
         if tuple(specs) != self._specs:
-            self._notify(f"the fleet has changed; {'; '.join(changes) or 'what its processes are given'}")
+            self._notify(f"the fleet has changed; {'; '.join(changes) or 'changed: the settings of its processes'}")
         for name in after - before:
             self._incarnations.setdefault(name, set())
         self._specs, self.fleet = tuple(specs), fleet
@@ -146,8 +147,8 @@ class Supervisor:
     def _notify_room(self, name: str, pause_s: float) -> None:
         folder, free_bytes = fullest([self._folder.path])
         self._notify(
-            f"{name} waits for room on a disk: {folder} has {free_bytes:,} bytes free; nothing is lost, make "
-            f"room there and it goes on (tried again in {pause_s:g} s)"
+            f"{name} waits for free space on a disk: {folder} has {free_bytes:,} bytes free. Nothing is lost: free "
+            f"some space there, and {name} continues (next attempt in {pause_s:g} s)"
         )
 
     def _wait_for_launcher(self, error: LauncherUnavailable) -> None:
@@ -155,7 +156,7 @@ class Supervisor:
         now_s = time.monotonic()
         if self._unreachable_s is None:
             self._unreachable_s = now_s
-            self._notify(f"{error}; what runs there goes on, and is looked at again for {OUTAGE_S:g} s")
+            self._notify(f"{error}; its processes continue to run, and the launcher is tried again for {OUTAGE_S:g} s")
         if now_s - self._unreachable_s > OUTAGE_S:
             raise error
 

@@ -167,7 +167,7 @@ class EnvironmentTaskSandboxes:
     def grader(self, slack_s: float, answers: AnswerGrader, names: Mapping[str, str] = NO_NAMES) -> GraderByKind:
         """Grades any kind of checks in sandboxes of the same provider.
 
-        ``slack_s`` is the time for grading in addition to the task's own time: ``rollouts.grading_timeout_s``. the
+        ``slack_s`` is the time for grading in addition to the task's own time: ``rollouts.grading_timeout_s``. The
         caller closes ``answers``; ``names`` are ``tasks.graders``.
         """
         graders: Mapping[type[Checks], Grader] = {

@@ -40,12 +40,12 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, frozen_base, published_state, route_space, training_model
-from etude.run.payload_store import leased_ledger, open_payloads
 from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
 from etude.run.step_commits import StepCommits
 from etude.run.store_outages import StoreOutages
+from etude.run.stores import leased_ledger, open_payloads
 from etude.run.trainer_group import build_trainer, rate_schedule
 from etude.run.weight_log import open_log
 from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone
@@ -191,7 +191,7 @@ class TrainerProcess(Closing):
             self._commits.commit_published()
             raise UserError(
                 f"{words}, for {self._empty_steps} steps now: see why with `etude show {self._folder.path}` (a "
-                f"judge that is down, held or out of budget masks what it should judge), then go on with --resume"
+                f"judge that is down, paused or out of budget masks what it should judge), then continue with --resume"
             )
 
     def _recover(self) -> None:
@@ -222,14 +222,18 @@ class TrainerProcess(Closing):
         self._commits.sweep()
 
     def _recall(self, version: int, done: int) -> None:
-        """Load the weights that a version sampled with; the newest must exist, or engines would wait for it forever."""
+        """Load the weights of a version, to measure the mismatch of its rollouts. A missing version is only reported.
+
+        Raises for the newest one, which engines would wait for forever, unless it is damaged and another step follows:
+        that step's version is published whole.
+        """
         try:
             published = to_tensors(pull(self._log, version).state)
         except (DamagedError, UserError) as error:
             next_is_whole = isinstance(error, DamagedError) and done < self.config.trainer.steps
             if version == done and not next_is_whole:
                 raise
-            logger.warning("what weight version %d sampled is not measured: %s", version, error)
+            logger.warning("the mismatch of weight version %d is not measured: %s", version, error)
             return
         self._commits.remember(version, decoded_state(published, self._numerics))
 
@@ -266,7 +270,9 @@ class TrainerProcess(Closing):
         return MismatchProbe.alone(scorer, self._numerics, versions=versions)
 
     def _open_reference(self) -> Reference | None:
-        """The reference weights of the loss; ``None`` if its coefficient for leaving them is zero."""
+        """The reference policy of the loss; ``None`` if ``loss.reference_beta`` is 0 and ``loss.kl_coef`` does not use
+        it.
+        """
         loss = self.config.loss
         if not loss.needs_reference:
             return None
@@ -286,7 +292,7 @@ class TrainerProcess(Closing):
         self._commits.commit_published()
         version, checkpoint = load.get("version"), load.get("checkpoint", "")
         self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
-        logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
+        logger.warning("step %d: continues with %s", step, checkpoint or f"the weights of version {version}")
         self._commits.begin(step, is_load=True)
         self._commits.commit_published()
 

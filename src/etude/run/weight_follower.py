@@ -1,10 +1,10 @@
-"""The weight follower: keeps any kind of engine on the newest version of a log, or on one that is named to it, with
-short pauses.
+"""The weight follower: updates any kind of engine to the newest version of a log, or to a version that its caller
+names, with short pauses.
 
-    log ──fetch, verify──▶ copy on the host ──what changed──▶ updater.stage ──▶ swap: the pause
+    log ──fetch, verify──▶ copy on the host ──changes──▶ updater.stage ──▶ swap: the pause
 
-Owns the copy, the lease on it, the waiting, and what is done about a log that cannot be followed. How an engine takes
-an update is its kind's business (``engines/kinds.py``).
+Owns the host copy, the lease on its version, the waiting, and the reaction to a damaged or unavailable log. Each kind
+of engine implements its own updater (``engines/kinds.py``).
 """
 
 import asyncio
@@ -80,8 +80,8 @@ class WeightFollower:
         Returns the seconds of fetching and staging, and the seconds for which the engine paused. While there is no
         undamaged path to the version, or the store is unavailable, the engine serves its current version: the receiver
         has left a full-snapshot request for the publisher. Admission uses the served version, so the staleness bound
-        holds and the run slows down automatically. Raises the damage after ``RETRY_TIMEOUT_S``, and the errors of a
-        swap.
+        holds and the run slows down automatically. Raises :class:`~etude.errors.DamagedError` after
+        ``RETRY_TIMEOUT_S``, and the errors of a swap.
         """
         arrival = await self._next_arrival(updater.version)
         started_s = time.perf_counter()
@@ -115,7 +115,7 @@ class WeightFollower:
                 now_s = time.monotonic()
                 if since_s is None:
                     since_s = now_s
-                    logger.warning("weight version %d is served on until a newer one can be had: %s", served, error)
+                    logger.warning("weight version %d remains served until a newer one is available: %s", served, error)
                 elif now_s - since_s > RETRY_TIMEOUT_S:
                     raise
                 await asyncio.sleep(next(delays_s))

@@ -2,8 +2,8 @@
 
 The only I/O is the check that paths exist.
 
-A provider that silently offers less is worse than one that refuses: the run would continue in an environment that
-differs from its recipe.
+A provider that silently offers less is worse than one that reports an error: the run would continue in an environment
+that differs from its recipe.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from etude.sandbox_spec import Capability, SandboxLimits, SandboxSpec
 WHO_CAN: Mapping[Capability, str] = MappingProxyType(
     {Capability.OWN_KERNEL: "gvisor or qemu", Capability.LIVE_FORK: "gvisor or qemu"}
 )
-"""Providers that enforce what the embedded one, ``ns``, cannot."""
+"""Providers with the capabilities that the built-in provider, ``ns``, lacks."""
 LIMITS: Mapping[str, Capability] = MappingProxyType(
     {
         "memory_bytes": Capability.MEMORY_LIMIT,

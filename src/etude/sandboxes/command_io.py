@@ -5,7 +5,7 @@ run commands import it.
 import os
 
 OUTPUT_LIMIT_BYTES = 64 << 10
-"""Bytes that are kept of each of a command's stdout and stderr, unless its provider keeps more."""
+"""Maximum number of bytes that are stored of a command's stdout, and of its stderr, unless its provider stores more."""
 
 
 def in_memory(data: bytes) -> int:
@@ -18,21 +18,21 @@ def in_memory(data: bytes) -> int:
 
 
 class CappedOutput:
-    """One output of a command: keeps the first ``limit_bytes`` and drops the rest."""
+    """One output of a command: stores the first ``limit_bytes`` and drops the rest."""
 
     def __init__(self, limit_bytes: int = OUTPUT_LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._data = bytearray()
         self.truncated = False
-        """True once something was thrown away."""
+        """True once output was dropped."""
 
     def add(self, chunk: bytes) -> None:
-        """Take what a command printed next."""
+        """Append a chunk of output."""
         room = self._limit_bytes - len(self._data)
         self._data += chunk[:room]
         self.truncated |= len(chunk) > room
 
     @property
     def text(self) -> str:
-        """The bytes kept, as text; those that are no UTF-8 are shown as such."""
+        """The stored bytes as text; invalid UTF-8 is replaced."""
         return self._data.decode("utf-8", "replace")

@@ -1,8 +1,8 @@
-"""Egress of a sandbox on the host's side: connections to the allowed places.
+"""Egress of a sandbox on the host's side: connections to the allowed destinations.
 
-Allowing a name means trusting its owner, who decides today where it leads. A name that resolves to this machine, or to
-the cloud metadata address that hands out credentials, is not followed. An address that is allowed explicitly is
-followed: it was intended.
+Allowing a name means trusting its owner, who decides where it resolves to. If a name resolves to this machine, or to
+the cloud metadata address that provides credentials, the connection is rejected. An address that is allowed explicitly
+is accepted, since it was intended.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from etude.sandboxes.ns.root import AllowedPlace
 
 CONNECT_TIMEOUT_S = 10.0
-"""Timeout of a connection to a place; a disconnected caller may retry."""
+"""Timeout of a connection to a destination; a disconnected caller may retry."""
 MAX_CONNECTIONS = 64
-"""Most connections of one sandbox at a time; further ones are closed at once."""
+"""Maximum number of concurrent connections of one sandbox; further ones are closed at once."""
 COPY_BYTES = 1 << 16
 
 
@@ -29,7 +29,7 @@ class EgressProxy:
         self._carrying: set[asyncio.Task[None]] = set()
 
     async def open(self, places: Sequence[AllowedPlace], listeners: Sequence[int]) -> None:
-        """Serve each place's listener and take ownership of it."""
+        """Accept connections for each destination on its listener, and take ownership of the listener."""
         for place, descriptor in zip(places, listeners, strict=True):
             accept = functools.partial(self._accept, place)
             listener = socket.socket(fileno=descriptor)
@@ -96,7 +96,9 @@ def is_inward(host: str) -> bool:
 
 
 async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to an allowed place. Raises ``OSError`` if no address accepts, or a name leads to an inward address."""
+    """Connect to an allowed destination. Raises ``OSError`` if no address accepts, or a name resolves to an inward
+    address.
+    """
     if is_inward(host):
         return await asyncio.open_connection(host, port)
     answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

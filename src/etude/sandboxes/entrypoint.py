@@ -4,9 +4,9 @@
     ENTRYPOINT ["/entry.sh"]     ──▶  /entry.sh sh -c '…sleeps for ever…'     as Harbor starts its containers
     HEALTHCHECK CMD redis-cli ping ─▶ until it succeeds, or has failed too often
 
-Every provider calls :func:`started` for each sandbox it makes, including forks without processes, so an image means the
-same in all providers. An entry point that runs its arguments is ready when they run; one that does not is itself the
-server, and must stay alive.
+Every provider calls :func:`started` for each sandbox that it creates, including forks without processes, so an image
+behaves the same with all providers. An entry point that runs its arguments is ready when they run; one that does not is
+itself the server, and must not exit.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ START_TIMEOUT_S = 300.0
 SETTLED_S = 2
 """An entry point that lives this long without running its arguments is a server."""
 POLL_S = 0.5
-"""Longest wait between two health checks: possibly sooner than the image says, never later."""
+"""Maximum wait between two health checks, although the image may specify a longer one."""
 START = """
 set -u
 log=$(mktemp -d /tmp/entrypoint.XXXXXX) || exit 1
@@ -37,7 +37,7 @@ while [ ! -e "$log/up" ] && [ $polls -gt 0 ]; do
     polls=$((polls - 1))
 done
 """
-"""Runs its arguments in the background, with more of them; fails with its log if it ends at once."""
+"""Runs its arguments in the background, followed by ``arguments``; fails with the log if they exit at once."""
 START_ENTRYPOINT = START.format(
     arguments="""sh -c ': >"$0"; while :; do sleep 3600; done' "$log/up\"""", polls=SETTLED_S * 10
 )

@@ -2,9 +2,9 @@
 
     exec ──Command──▶ runner of the provider ──ExecResult──▶        files ──▶ etude.sandboxes.folders
 
-Owns the life of one sandbox: open until it is closed by its holder, its provider or its time to live, each of which
-ends running commands. Nothing outlives a command here, so a sandbox consists only of its files, and a copy of them is a
-fork. Confinement is the runner's responsibility.
+Owns the life of one sandbox: it is open until its owner, its provider or its time to live closes it, which kills
+running commands. No process outlives a command, so a sandbox consists only of its files, and a copy of them is a fork.
+Confinement is the runner's responsibility.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from etude.sandboxes.folders import Folder, tree_bytes
 from etude.sandboxes.lifecycle import close_all
 
 ARGUMENT_LIMIT_BYTES = 120 << 10
-"""Longest command line in bytes; Linux limits one argument to 128 KiB."""
+"""Maximum length of a command line in bytes; Linux limits one argument to 128 KiB."""
 NOT_EXECUTABLE = 126
 """Exit code of a command that cannot be executed, as in shells."""
 
@@ -84,7 +84,7 @@ class FolderSandbox:
         timeout_s: float = 5.0,
         environment: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run one command, keeping at most 64 KiB each of stdout and stderr; nothing it started outlives it.
+        """Run one command and store at most 64 KiB each of stdout and stderr; its processes do not outlive it.
 
         Raises :class:`~etude.errors.SandboxError` if the sandbox failed, not the command.
         """
@@ -107,7 +107,7 @@ class FolderSandbox:
             self._running.discard(running)
 
     async def read_file(self, path: str) -> str | None:
-        """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is not a regular
+        """The text of a file (its first 8 MiB), or ``None`` if it does not exist; ``ValueError`` if it is not a regular
         file.
         """
         self._check_open()
@@ -136,7 +136,7 @@ class FolderSandbox:
         await asyncio.shield(writing)
 
     async def stats(self) -> SandboxStats:
-        """The size of its files and its age; its commands' usage is not measured."""
+        """The size of its files and its age; the resource usage of commands is not measured."""
         self._check_open()
         size_bytes = await asyncio.to_thread(tree_bytes, self.folder.path)
         age_s = time.monotonic() - self._born_s
@@ -145,7 +145,7 @@ class FolderSandbox:
         )
 
     async def kill_processes(self) -> None:
-        """End the running commands; nothing else runs here."""
+        """Kill the running commands; there are no other processes."""
         self._check_open()
         running = [*self._running]
         for command in running:

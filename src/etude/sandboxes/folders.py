@@ -1,7 +1,7 @@
 """Safe access to the files of a sandbox that is a folder of this machine.
 
-Owns paths: nothing here follows a link or leaves the folder, whatever a program left there, or swaps while it is read.
-Who makes and removes the folder: :mod:`etude.sandboxes.scratch`.
+Owns paths: no function here follows a link or leaves the folder, whatever a program stored there or replaces during an
+access. :mod:`etude.sandboxes.scratch` creates and removes the folder.
 """
 
 import errno
@@ -25,13 +25,13 @@ from etude.sandboxes.images.archives import (
 )
 
 READ_LIMIT_BYTES = 8 << 20
-"""Most that is read of one file as text."""
+"""Maximum size of a file that is read as text."""
 COPY_LIMIT_BYTES = 1 << 30
-"""Most that is copied of one sandbox."""
+"""Maximum size of a copy of a sandbox."""
 MAX_DEPTH = 100
-"""Folders inside folders that are exported; deeper ones are an attack."""
+"""Maximum depth of exported folders; deeper ones are considered an attack."""
 UNFIT = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.ENAMETOOLONG)
-"""Error numbers of a path that does not name a plain file of ours."""
+"""Error numbers of a path that does not name a plain file of the sandbox."""
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -39,8 +39,8 @@ class Folder:
     """A folder whose files belong to a sandbox."""
 
     def __init__(self, path: Path, *, owner: int | None, inside: str | None, workdir: str) -> None:
-        """``path`` is shown to commands as ``inside``, ``None`` if they see the machine's own paths; ``workdir`` is
-        where they run. ``owner`` is the user they run as, ``None`` for this process's own.
+        """Commands see ``path`` as ``inside``, ``None`` if they see the machine's own paths; ``workdir`` is their
+        working folder. ``owner`` is the user that they run as, ``None`` for this process's own.
         """
         self.path = path
         self.owner = owner
@@ -50,7 +50,7 @@ class Folder:
         """The working folder on this machine."""
 
     def place(self, path: str) -> str:
-        """A path as commands would write it, relative to ``path``; ``ValueError`` for one that would leave it."""
+        """A command's path, relative to ``path``; ``ValueError`` for a path that leaves the sandbox."""
         whole = PurePosixPath(self.workdir, path)
         top = PurePosixPath(self.inside or "/")
         if ".." in whole.parts or (path.startswith("/") and (self.inside is None or not whole.is_relative_to(top))):
@@ -58,7 +58,7 @@ class Folder:
         return plain_name(str(whole.relative_to(top)))
 
     def read(self, path: str) -> str | None:
-        """The text of a file, ``None`` if there is none, ``ValueError`` for anything but a path to a plain file."""
+        """The text of a file, ``None`` if it does not exist; ``ValueError`` unless the path is one of a plain file."""
         try:
             with self._open(self.place(path), os.O_RDONLY) as file:
                 return file.read(READ_LIMIT_BYTES).decode("utf-8", "replace")
@@ -68,7 +68,7 @@ class Folder:
             raise _judge(error, path) from error
 
     def write(self, path: str, text: str) -> None:
-        """Create or replace a file and the folders above it. Same errors as :meth:`read`."""
+        """Create or replace a file and its parent folders. Same errors as :meth:`read`."""
         data = text.encode()
         try:
             with self._open(self.place(path), os.O_WRONLY | os.O_CREAT) as file:
@@ -79,7 +79,7 @@ class Folder:
             raise _judge(error, path) from error
 
     def make(self, *paths: str) -> None:
-        """Make folders, given by their paths inside, and those above them; the last of each is the owner's."""
+        """Create folders, given by their paths inside, and their parents; the owner gets the last of each path."""
         for path in paths:
             folder = self.path / self.place(path)
             folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ class Folder:
                 os.chown(folder, self.owner, self.owner)
 
     def pack(self, paths: Sequence[str], limit_bytes: int) -> bytes:
-        """A tar of files and whole folders; what is missing or unreadable is left out. ``ValueError`` as for export."""
+        """A tar of files and whole folders, without missing and unreadable ones. ``ValueError`` as for export."""
         budget = ByteBudget(limit_bytes)
         places = [(self.place(path), path) for path in paths]
         names = [(place, place if path.startswith("/") else plain_name(path)) for place, path in places]
@@ -96,7 +96,7 @@ class Folder:
         )
 
     def unpack(self, tar: bytes) -> None:
-        """Unpack a tar into the working folder, or nothing of it and ``ValueError``."""
+        """Unpack a tar into the working folder; if it is invalid, unpack nothing and raise ``ValueError``."""
         top = self.place(".")
         for entry in self.check(tar):
             try:
@@ -105,7 +105,7 @@ class Folder:
                 raise _judge(error, entry.name) from error
 
     def check(self, tar: bytes) -> Sequence[Entry]:
-        """The entries of a tar, all of which can be unpacked into the working folder; else ``ValueError``."""
+        """The entries of a tar; ``ValueError`` unless all of them can be unpacked into the working folder."""
         entries, top = read_archive(tar), self.place(".")
         for entry in entries:
             try:
@@ -115,12 +115,12 @@ class Folder:
         return entries
 
     def copy_to(self, other: "Folder") -> None:
-        """Put a copy of all files into another folder. ``ValueError`` if they are too many for a copy."""
+        """Copy all files into another folder. ``ValueError`` if they are too large for a copy."""
         for entry in self._entries("", "", ByteBudget(COPY_LIMIT_BYTES)):
             other._put(entry.name, entry)
 
     def _entries(self, place: str, shown: str, budget: ByteBudget) -> Iterator[Entry]:
-        """Entries for ``place`` and all below it, named as if it were ``shown``; none if it is not there."""
+        """Entries for ``place`` and everything below it, named as if it were ``shown``; none if it does not exist."""
         if not place:
             folder = os.open(self.path, DIRECTORY)
             try:
@@ -140,7 +140,7 @@ class Folder:
             os.close(folder)
 
     def _check_room(self, top: str, entry: Entry) -> None:
-        """Refuse an entry that is in the way of what is there, or would be written through a link."""
+        """Raise ``ValueError`` for an entry that conflicts with an existing one, or whose path contains a link."""
         try:
             folder = self._open_folder(f"{top}/{entry.name}".lstrip("/"), create=False)
         except FileNotFoundError:
@@ -157,7 +157,7 @@ class Folder:
             raise ValueError(f"{entry.name!r} is a {entry.kind} in the archive and something else in the sandbox")
 
     def _put(self, place: str, entry: Entry) -> None:
-        """Create or replace one file, folder or link; what is replaced is not written through."""
+        """Create or replace one file, folder or link, without writing through an existing link."""
         folder, name = self._open_folder(place, create=True), PurePosixPath(place).name
         try:
             if entry.kind is EntryKind.FOLDER:
@@ -181,7 +181,7 @@ class Folder:
             os.close(folder)
 
     def _open(self, place: str, flags: int) -> BinaryIO:
-        """Open a plain file without following a link or waiting for a pipe's other end."""
+        """Open a plain file without following a link or blocking on a named pipe."""
         folder = self._open_folder(place, create=bool(flags & os.O_CREAT))
         try:
             leaf = PurePosixPath(place).name
@@ -195,7 +195,7 @@ class Folder:
         return file
 
     def _open_folder(self, place: str, *, create: bool) -> int:
-        """Descend folder by folder to the one that holds ``place``."""
+        """Open the parent folder of ``place``, folder by folder."""
         if not place:
             raise ValueError("a sandbox's folder is not a file in it")
         folder = os.open(self.path, DIRECTORY)
@@ -227,8 +227,8 @@ class Folder:
 def is_whole(text: str) -> bool:
     """True if a text that was read from a sandbox can be written back without loss.
 
-    Not where it may have been cut, or stand for bytes that are no UTF-8: a file that has U+FFFD itself is not told from
-    one that has it in their place.
+    False if it may have been truncated or may contain replaced bytes: a file that contains U+FFFD itself cannot be
+    distinguished from one whose invalid UTF-8 was replaced by it.
     """
     return "\N{REPLACEMENT CHARACTER}" not in text and len(text.encode()) < READ_LIMIT_BYTES
 
@@ -243,7 +243,7 @@ def tree_bytes(folder: Path) -> int:
                 if inner.is_dir(follow_symlinks=False):
                     waiting.append(inner.path)
         except OSError:
-            continue  # it went away while we looked, or may not be read
+            continue  # it was removed meanwhile, or is not readable
     return total
 
 
@@ -254,15 +254,15 @@ def _walk(folder: int, shown: str, budget: ByteBudget, depth: int = 0) -> Iterat
     with os.scandir(folder) as scan:
         entries = sorted(scan, key=lambda entry: entry.name)
     for entry in entries:
-        with suppress(FileNotFoundError):  # it just went away
+        with suppress(FileNotFoundError):  # it was removed meanwhile
             status = entry.stat(follow_symlinks=False)
             if not _is_mounted(folder, entry.name, status, device):
                 yield from _entry(folder, entry.name, status, f"{shown}/{entry.name}".lstrip("/"), budget, depth)
 
 
 def _is_mounted(folder: int, name: str, status: os.stat_result, device: int, depth: int = 0) -> bool:
-    """True for a folder of another file system than ``device``, such as an external harness's, and for one that holds
-    nothing else: it was made to mount them, and is no work of the agent's.
+    """True for a folder of another file system than ``device``, such as an external harness's, and for one that
+    contains only such folders: it was created as a mount point, not by the agent.
     """
     if not stat.S_ISDIR(status.st_mode):
         return False
@@ -287,7 +287,7 @@ def _is_mounted(folder: int, name: str, status: os.stat_result, device: int, dep
 def _entry(
     folder: int, name: str, status: os.stat_result, shown: str, budget: ByteBudget, depth: int = 0
 ) -> Iterator[Entry]:
-    """Entries for ``name`` in an open folder and all below it; none for what cannot be carried or just went away."""
+    """Entries for ``name`` in an open folder and everything below it; none if it is unsupported or was removed."""
     try:
         mode, mtime_s = stat.S_IMODE(status.st_mode) & PERMISSIONS, min(max(0, int(status.st_mtime)), MTIME_END_S - 1)
         if stat.S_ISLNK(status.st_mode):
@@ -329,7 +329,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def _judge(error: OSError, path: str) -> Exception:
-    """A path that is wrong is the caller's fault, anything else the machine's."""
+    """The error for a path: ``ValueError`` if the path is wrong, otherwise an error of the machine."""
     if error.errno in UNFIT:
         return ValueError(f"{path!r} is not a file in the sandbox: {error.strerror}")
     return SandboxError(f"file {path!r} of a sandbox: {error.strerror}")

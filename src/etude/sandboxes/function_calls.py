@@ -2,9 +2,9 @@
 
 Owns the driver that runs inside, and the comparison of results. Only arguments enter the sandbox, never the expected
 results. A program that forges the driver's lines, overrides ``json`` or ``print`` or ends the process gains nothing: to
-be useful, a forged line must contain the right answer, which the program would have to compute. The nonce keeps other
-output from being read as results; the driver draws it, so that equal calls are equal commands and a rollout can be
-replayed. A value's own ``==`` is never called: results are plain JSON, compared outside.
+be useful, a forged line must contain the right answer, which the program would have to compute. The nonce prevents
+other output from being read as results; the driver draws it, so that equal calls are equal commands and a rollout can
+be replayed. A value's own ``==`` is never called: results are plain JSON, compared outside.
 """
 
 import json
@@ -15,9 +15,9 @@ from etude.protocols import ExecResult, Sandbox
 from etude.types import Json
 
 CALL_TIMEOUT_S = 2.0
-"""Limit for all calls of one function: hundreds of times the time of a correct program."""
+"""Timeout for all calls of one function: hundreds of times the need of a correct program."""
 TIMED_OUT, NO_RESULT = "TimeoutError", "SystemExit"
-"""Exception names for a call that timed out, or whose process ended without an answer."""
+"""Exception names for a call that timed out, or whose process ended without a result."""
 
 DRIVER = """
 def drive():

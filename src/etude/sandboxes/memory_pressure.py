@@ -75,7 +75,7 @@ class MemoryGauge:
         return available * 1024
 
     def _cgroup_bytes(self) -> Iterator[int]:
-        """The bytes that each limit above this process leaves."""
+        """The remaining bytes of each limit above this process."""
         for folder, files in self._groups():
             limit, usage = _text(folder / files.limit).strip(), _text(folder / files.usage).strip()
             if limit.isdigit() and usage.isdigit():

@@ -18,7 +18,7 @@ from etude.protocols import ExecResult
 
 
 class OutputPipe(asyncio.Protocol):
-    """A pipe that keeps the first ``limit_bytes`` of an output."""
+    """A pipe that stores the first ``limit_bytes`` of an output."""
 
     def __init__(self, limit_bytes: int, file: BinaryIO, theirs: int) -> None:
         self._limit_bytes = limit_bytes

@@ -22,7 +22,7 @@ KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderContext:
-    """The run that a provider is made for, besides its own options."""
+    """The run that a provider is created for; its own options are separate."""
 
     kind: str
     """``sandboxes.kind``."""

@@ -56,7 +56,7 @@ class WarmPoolLimits:
     starting: int = 2
     """Concurrent starts. A start takes a core and far more memory than an idle sandbox."""
     waiting: int = 4096
-    """Queued requests; further ones are refused."""
+    """Maximum number of queued requests; further ones are rejected."""
     wait_s: float = 600.0
     """Deadline of a request."""
     rest_s: float = 600.0
@@ -107,7 +107,7 @@ class WarmPoolStats:
     deaths: int = 0
     """Warm sandboxes found dead when they were to be leased."""
     unclosed: int = 0
-    """Sandboxes whose removal failed in every attempt."""
+    """Number of sandboxes whose removal failed in every attempt."""
     trouble: str = ""
     """The provider's last error."""
 
@@ -570,7 +570,7 @@ class PooledSandbox:
         self._ttl = asyncio.get_running_loop().call_later(spec.ttl_s, pool.end, self, reason)
 
     def end(self, reason: str, removal: asyncio.Task[None]) -> None:
-        """Refuse every later call; called once, by the pool."""
+        """Reject every later call; called once, by the pool."""
         self._ended, self._removal = reason, removal
         self._ttl.cancel()
 

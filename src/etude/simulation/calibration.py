@@ -1,7 +1,7 @@
-"""The speed of a run's parts, from its own events.
+"""The speed of a run's parts, estimated from its events.
 
     EngineStats                    busy seconds of an engine ≈ step_s · steps + sequence_s · tokens + prompt_s · prompts
-                                   (steps that are not counted: tokens / sequences in progress)
+                                   (if steps are not counted: tokens / sequences in progress)
     StepDone                       busy seconds of the trainer ≈ fixed_s + token_s · trained tokens
     StepSaved, WeightsPublished,   seconds between two steps, until a version is published, and until it is served
     WeightsSwapped
@@ -34,21 +34,21 @@ from etude.telemetry.events import (
 )
 
 FEWEST_STEPS = 3
-"""Optimiser steps that a line is drawn through."""
+"""Minimum number of optimiser steps for a fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """Seconds of a trainer."""
+    """Times of a trainer, in seconds."""
 
     fixed_s: float
-    """Part of every step, whatever it is trained on."""
+    """Part of every step, independent of its batch."""
     token_s: float
-    """For each sampled token of its batch."""
+    """For each sampled token of the batch."""
     save_s: float
     """Between two steps: copying the state, handing over the weights."""
     publish_s: float
-    """From there until the version can be seen; the next step goes on meanwhile."""
+    """From there until the version is visible; the next step runs meanwhile."""
 
     def step_s(self, tokens: int) -> float:
         """Seconds of a step on a batch."""
@@ -66,7 +66,7 @@ class TrainerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCalibration:
-    """All that is modelled."""
+    """All modelled speeds."""
 
     engine: EngineRates
     trainer: TrainerTimes
@@ -76,13 +76,13 @@ class RunCalibration:
     """Seconds of a model call outside of the engine: gateway, harness, network."""
     workload: Workload
     cores: float = math.inf
-    """Processors that all of these share, each using one at a time; infinite where each has its own."""
+    """Processors that all of these share, each using one at a time; infinite if each has its own."""
 
     @classmethod
     def of_events(cls, logged: Iterable[Logged], engine: EngineConfig, *, cores: float = math.inf) -> Self:
-        """The calibration of a run that has trained for some steps; ``call_s`` is not in its events.
+        """The calibration of a run that has trained for some steps, except ``call_s``, which is not in its events.
 
-        Raises :class:`~etude.errors.UserError` where there is too little.
+        Raises :class:`~etude.errors.UserError` if there are too few events.
         """
         ordered = sorted(logged, key=lambda each: each.at_s)
         return cls(
@@ -96,7 +96,7 @@ class RunCalibration:
 
 
 def fit_engine(logged: Sequence[Logged], engine: EngineConfig) -> EngineRates:
-    """The rates of an engine, by its reports while rollouts for training ended."""
+    """The rates of an engine, from its reports while rollouts for training ended."""
     training = [each.at_s for each in logged if isinstance(each.event, RolloutClosed) and each.event.purpose == "train"]
     rows, before = list[tuple[float, float, float]](), dict[str, int]()
     busy_s = list[float]()
@@ -117,7 +117,7 @@ def fit_engine(logged: Sequence[Logged], engine: EngineConfig) -> EngineRates:
 
 
 def fit_trainer(logged: Sequence[Logged]) -> TrainerTimes:
-    """The times of a trainer; a step that was done again counts as it was done last."""
+    """The times of a trainer; of a repeated step only the last run counts."""
     done = {each.event.step: each.event for each in logged if isinstance(each.event, StepDone)}
     if len(done) < FEWEST_STEPS:
         raise UserError(f"the run has {len(done)} optimiser steps, and {FEWEST_STEPS} are needed: name a longer one")
@@ -135,7 +135,7 @@ def fit_trainer(logged: Sequence[Logged]) -> TrainerTimes:
 
 
 def fit_non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[float, ...]:
-    """Least squares without negative coefficients: the best of all ways to leave some of the few columns out."""
+    """Least squares without negative coefficients: the best fit over all subsets of the few columns."""
     whole, target = np.asarray(rows, np.float64), np.asarray(values, np.float64)
     columns, best, least = whole.shape[1], np.zeros(whole.shape[1]), float(target @ target)
     for size in range(1, columns + 1):
@@ -149,7 +149,7 @@ def fit_non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -
 
 
 def _swap_s(logged: Sequence[Logged]) -> float:
-    """From publication to service, in the median; 0 where nothing was swapped."""
+    """Median time from publication to service; 0 if no version was swapped in."""
     published = {each.event.version: each.at_s for each in logged if isinstance(each.event, WeightsPublished)}
     delays = [
         max(0.0, each.at_s - published[each.event.version])

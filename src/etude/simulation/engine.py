@@ -1,7 +1,7 @@
 """A modelled engine: continuous batching as processor sharing, in the time of the running loop.
 
     a step of n sequences takes         step_s + n · sequence_s
-    with prompts to read                step_tokens · prompt_s more, in which it reads step_tokens tokens of them
+    if there are prompts to read        step_tokens · prompt_s more, in which it reads step_tokens tokens of them
 
 Every decoded sequence gets one token per step, so all advance equally: a sequence ends when the common token count has
 grown by its length since it began. Prompts are read in order of arrival. One timer is enough for any number of
@@ -43,16 +43,16 @@ class EngineRates:
     sequence_s: float
     prompt_s: float
     max_running: int
-    """Sequences in progress; others wait."""
+    """Maximum number of sequences in progress; others wait."""
     step_tokens: int = STEP_TOKENS
-    """Most prompt tokens that a step reads."""
+    """Maximum number of prompt tokens that a step reads."""
 
     def decode_s(self, running: int) -> float:
         """Seconds of a step of ``running`` sequences."""
         return self.step_s + running * self.sequence_s
 
     def with_places(self, share: float) -> "EngineRates":
-        """The engine with a share of its places, where each represents several and takes as much of a step as these."""
+        """The engine with a share of its places, each of which represents several and costs as much as they do."""
         places = max(1, round(self.max_running * share))
         return replace(
             self,
@@ -78,46 +78,46 @@ class EngineRates:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sequence:
-    """A call that an engine works on, or that waits for its place."""
+    """A call that is in progress or waiting for a place."""
 
     tokens: int
     prompt_tokens: int
     ended: "asyncio.Future[Completion]"
     unread_s: float
-    """Work of reading what is left of its prompt."""
+    """Seconds of work to read the rest of its prompt."""
     begin: float = 0.0
-    """Tokens per sequence when its first was sampled."""
+    """Common token count when its first token was sampled."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class ModelledEngine:
-    """Engine of given rates; implements :class:`~etude.protocols.Engine`."""
+    """Engine with the given rates; implements :class:`~etude.protocols.Engine`."""
 
     rates: EngineRates
     processors: Processors = field(default_factory=Processors)
     version: int = 0
     is_down: bool = False
     busy_s: float = 0.0
-    """Seconds with something to do, so far."""
+    """Seconds with work in progress, so far."""
     generated_tokens: float = 0.0
     prompt_tokens: int = 0
     refused: int = 0
-    """Calls that came while it was down, so far."""
+    """Calls that arrived while it was down, so far."""
     _level: float = 0.0
-    """Tokens per sequence, so far."""
+    """Common token count: tokens per sequence, so far."""
     _at_s: float = 0.0
     _done_s: float = 0.0
-    """Work up to then."""
+    """Work until ``_at_s``."""
     _is_busy: bool = False
     _ends: list[tuple[float, int, _Sequence]] = field(default_factory=list)
-    """The sequences that are decoded, by their ends."""
+    """The sequences in decoding, by their ends."""
     _reading: deque[_Sequence] = field(default_factory=deque)
     _waiting: deque[_Sequence] = field(default_factory=deque)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _timer: WorkTimer | None = None
     _swaps: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
-    """Tokens per sequence at which a version began to sample."""
+    """Common token counts at which versions began to sample."""
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample ``params.max_tokens`` tokens."""
@@ -142,11 +142,11 @@ class ModelledEngine:
             raise
 
     def stream(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> AsyncGenerator[TokenChunk, None]:
-        """Refused: rollouts are answered whole."""
+        """Unsupported: rollouts do not stream."""
         raise NotImplementedError("a modelled engine does not stream")
 
     async def health(self) -> EngineHealth:
-        """The version it serves."""
+        """The current version and load."""
         if self.is_down:
             raise EngineUnavailable("the engine is down")
         waiting = len(self._waiting)
@@ -159,13 +159,13 @@ class ModelledEngine:
         self._swaps.append((self._level, version))
 
     def change(self, rates: EngineRates) -> None:
-        """Go on at another speed, with other places; no call is lost."""
+        """Continue at another speed, with another number of places; no call is lost."""
         self._advance()
         self.rates = rates
         self._begin()
 
     def die(self) -> None:
-        """Lose all calls, and answer none until :meth:`restart`."""
+        """Lose all calls, and accept none until :meth:`restart`."""
         self._advance()
         self.is_down = True
         for sequence in (*(each for _, _, each in self._ends), *self._reading, *self._waiting):
@@ -177,7 +177,7 @@ class ModelledEngine:
         self._begin()
 
     def restart(self, version: int) -> None:
-        """Serve again, with the version that the store has by now."""
+        """Serve again, with the store's current version."""
         self.is_down = False
         self.swap(version)
 
@@ -193,16 +193,16 @@ class ModelledEngine:
 
     @property
     def steps(self) -> float:
-        """Decode steps, so far: each gives every sequence a token."""
+        """Decode steps so far: each adds one token to every sequence."""
         return self._level
 
     def measure(self) -> float:
-        """Seconds it was busy, up to now."""
+        """Busy seconds up to now."""
         self._advance()
         return self.busy_s
 
     def _advance(self) -> None:
-        """Let the time pass since the last change."""
+        """Account for the time since the last change."""
         now_s, done_s = asyncio.get_running_loop().time(), self.processors.done_s()
         elapsed_s, self._at_s = now_s - self._at_s, now_s
         work_s, self._done_s = done_s - self._done_s, done_s
@@ -215,7 +215,7 @@ class ModelledEngine:
                 self._reading[0].unread_s -= work_s * read_s
 
     def _paces(self) -> tuple[float, float]:
-        """Seconds of reading, and tokens per sequence, that a second of work gets done."""
+        """Seconds of reading, and tokens per sequence, for each second of work."""
         if not self._ends:
             return 1.0, 0.0
         chunk_s = self.rates.chunk_s if self._reading else 0.0
@@ -223,7 +223,7 @@ class ModelledEngine:
         return chunk_s / step_s, 1 / step_s
 
     def _begin(self) -> None:
-        """Start what there is a place for, decode what has been read, and wait for the next change."""
+        """Start waiting calls if there are places, decode those that were read, and set the timer."""
         while self._waiting and self.running < self.rates.max_running:
             sequence = self._waiting.popleft()
             self._reading.append(sequence)
@@ -250,7 +250,7 @@ class ModelledEngine:
             self._timer = self.processors.call_at(self._done_s + max(0.0, left_s), self._end)
 
     def _end(self) -> None:
-        """End what has all its tokens."""
+        """End all sequences that have their tokens."""
         self._advance()
         while self._ends and self._ends[0][0] <= self._level + NOT_A_TOKEN:
             _, _, sequence = heapq.heappop(self._ends)
@@ -259,7 +259,7 @@ class ModelledEngine:
         self._begin()
 
     def _drop(self, sequence: _Sequence) -> None:
-        """Forget a call whose caller has gone."""
+        """Remove a call that was cancelled."""
         self._advance()
         for queue in (self._waiting, self._reading):
             if sequence in queue:

@@ -1,8 +1,8 @@
-"""Figures of a run that a plan is about, from its events: of a simulated run and of a real one alike.
+"""Figures of a run that a plan predicts, from the events of a simulated or a real run.
 
     busy shares of trainer and engines · seconds of a step · tokens by their staleness · rollouts in progress
 
-The first steps are left out, in which the pipeline fills, and the last ones, for which nothing more is admitted. Pure.
+The first steps are left out, since the pipeline fills, and the last ones, since no more work is admitted. Pure.
 """
 
 from collections.abc import Iterable
@@ -18,19 +18,19 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """The figures of a run, in the steps that count."""
+    """The figures of a run, over the counted steps."""
 
     steps: int
-    """Steps that count."""
+    """Number of counted steps."""
     step_s: float
     trainer_busy: float
     """Share of the time in which the trainer was not waiting for a batch."""
     engine_busy: float
-    """Share of the time in which an engine had something to sample, in the mean over engines."""
+    """Share of the time in which an engine was busy, averaged over engines."""
     engine_s: float
-    """Busy seconds of all engines, for each step."""
+    """Busy seconds of all engines per step."""
     tokens_per_step: float
-    """Sampled ones."""
+    """Sampled tokens per step."""
     token_ages: tuple[int, ...]
     """Staleness in weight versions, from 0 → sampled tokens."""
 
@@ -38,7 +38,7 @@ class RunFigures:
     def of_events(cls, logged: Iterable[Logged], *, skipped: int) -> Self:
         """The figures without ``skipped`` steps at either end.
 
-        Raises :class:`~etude.errors.UserError` where no step is left.
+        Raises :class:`~etude.errors.UserError` if no step is left.
         """
         ordered = sorted(logged, key=lambda each: each.at_s)
         done = {each.event.step: each for each in ordered if isinstance(each.event, StepDone)}
@@ -62,7 +62,7 @@ class RunFigures:
 
     @property
     def steps_per_hour(self) -> float:
-        """Optimiser steps."""
+        """Optimiser steps per hour."""
         return HOUR_S / self.step_s
 
     @property
@@ -73,17 +73,17 @@ class RunFigures:
 
     @property
     def inference_to_training(self) -> float:
-        """Busy seconds of all engines for one of the trainer."""
+        """Busy seconds of all engines per busy second of the trainer."""
         trainer_s = self.trainer_busy * self.step_s
         return self.engine_s / trainer_s if trainer_s else 0.0
 
 
 FULL = 0.85
-"""Share of the time from which on a side has no more to give: the rest is batches and rollouts that end unevenly."""
+"""Busy share from which a side counts as full: the rest is lost to batches and rollouts that end unevenly."""
 
 
 def bottleneck(figures: RunFigures) -> tuple[str, str]:
-    """The side that everything waits for, in a sentence, and what to change, in another."""
+    """Two sentences: which side is the bottleneck, and what to change."""
     trainer, engine = figures.trainer_busy, figures.engine_busy
     shares = f"the trainer is busy {trainer:.0%} of the time, engines {engine:.0%}"
     if max(trainer, engine) < FULL:

@@ -1,11 +1,11 @@
-"""The work of a run's parts, which its events do not tell, fitted by simulating it until it goes as it went.
+"""The work of a run's parts, which its events do not contain, fitted until a simulation reproduces the recorded times.
 
     recorded events ──▶ calibration ──▶ simulation ──▶ seconds that its parts took ┐
                             ▲                                                      ├─ recorded / simulated
                             └──── each part's work, scaled ◀───────────────────────┘
 
-Recorded seconds are those that a part took, and where parts share processors that is more than there was to do: the
-work is what makes the simulated seconds equal the recorded ones.
+If parts share processors, the recorded seconds of a part are more than its work: the work is the amount with which the
+simulated seconds equal the recorded ones.
 """
 
 import math
@@ -21,28 +21,28 @@ from etude.simulation.workload import STAGES, Workload
 from etude.telemetry.events import Logged
 
 ROUNDS = 6
-"""Simulations of a calibration."""
+"""Number of simulations in a calibration."""
 STEPS = 16
-"""Steps that each of them counts at most."""
+"""Maximum number of counted steps in each of them."""
 DAMPING = 0.7
-"""Power of each factor, and share of the lacking time that is put on calls: parts that share processors or engines slow
-each other down.
+"""Exponent of each factor, and share of the missing time that is added to calls: parts that share processors or engines
+slow each other down.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSeconds:
-    """Seconds that the parts of a run took."""
+    """Seconds that each part of a run took."""
 
     engine_s: float
-    """Seconds of all engines, for a step."""
+    """Seconds of all engines per step."""
     trainer_s: float
-    """Seconds of the trainer, for a step."""
+    """Seconds of the trainer per step."""
     workload: Workload
 
     @classmethod
     def of_events(cls, logged: Sequence[Logged], *, skipped: int) -> Self:
-        """Read a real run, or a simulated one. Raises :class:`~etude.errors.UserError` where it is too short."""
+        """Read a real or simulated run. Raises :class:`~etude.errors.UserError` if it is too short."""
         figures = RunFigures.of_events(logged, skipped=skipped)
         return cls(
             engine_s=figures.engine_s,
@@ -59,10 +59,10 @@ def calibrate(
     cores: float = math.inf,
     rounds: int = ROUNDS,
 ) -> RunCalibration:
-    """Fit all that is modelled to the events of a run of ``config``.
+    """Fit all modelled speeds to the events of a run of ``config``.
 
-    ``cores`` are the processors that all of its parts shared. Each call is given the time by which turns waited longer
-    than they do in the simulation. Raises :class:`~etude.errors.UserError` where the run is too short.
+    ``cores`` is the number of processors that all parts shared. ``call_s`` covers the time by which turns waited longer
+    than in the simulation. Raises :class:`~etude.errors.UserError` if the run is too short.
     """
     ordered = sorted(logged, key=lambda each: each.at_s)
     calibration = RunCalibration.of_events(ordered, config.engine, cores=cores)
@@ -77,7 +77,7 @@ def calibrate(
 
 
 def _corrected(calibration: RunCalibration, recorded: PartSeconds, simulated: PartSeconds) -> RunCalibration:
-    """The calibration whose simulation takes more nearly what was recorded."""
+    """The calibration, corrected so that its simulation comes closer to the recorded times."""
     stages = {name: _factor(recorded.workload.mean(name), simulated.workload.mean(name)) for name in STAGES}
     lacking_s = recorded.workload.wait_s - simulated.workload.wait_s
     pace = min(1.0, calibration.workload.mean("tools_s") / (recorded.workload.mean("tools_s") or math.inf))

@@ -1,4 +1,4 @@
-"""A plan without a run: the modelled speed and cost on given GPUs.
+"""The modelled speed and cost of a run on given GPUs, without running it.
 
     recipe, model shape, GPUs, workload, assumptions ──▶ RunCalibration ──▶ simulation (:mod:`etude.simulation.run`)
                                                   figures of the simulation ──▶ money, operations, bytes between regions
@@ -6,11 +6,11 @@
     decode step     a line through the times of :class:`~etude.run.roofline.DecodeStep` at 1/8 of an engine's places
                     and at all of them
     prompts         operations of a forward pass, over peak · share
-    trainer         :class:`~etude.run.roofline.TrainingStep` (three forward passes, a fourth where activations are
-                    computed again: 6 to 8 · parameters · tokens) over ranks · peak · share, and the optimiser's bytes
+    trainer         :class:`~etude.run.roofline.TrainingStep` (three forward passes, a fourth if activations are
+                    recomputed: 6 to 8 · parameters · tokens) over ranks · peak · share, and the optimiser's bytes
     new weights     a share of the parameters' bytes, over the slower of trainer's and region's link
 
-The efficiency of each is an assumption with a name (:class:`Assumptions`). Pure.
+The efficiency of each is a named assumption (:class:`Assumptions`). Pure.
 """
 
 from dataclasses import dataclass, replace
@@ -71,10 +71,12 @@ class WorkloadShape(Section):
 class Assumptions(Section):
     """``[assumptions]``: shares of what the hardware could do, and times, that nothing here measured."""
 
-    training_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the trainer's peak in bfloat16; ``None``: what étude's own reached on an H200 (0.55, mixtures 0.22)."""
-    prefill_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of an engine's peak while it reads prompts; ``None``: as ``training_share``."""
+    training_share: float | None = Field(default=None, gt=0, le=4)
+    """Speed of the trainer as a share of its peak in bfloat16, which kernels in FP8 can exceed twofold and in FP4
+    fourfold; ``None``: the share of étude's trainer on an H200 (0.55, mixtures 0.22).
+    """
+    prefill_share: float | None = Field(default=None, gt=0, le=4)
+    """Speed of an engine while it reads prompts, likewise; ``None``: as ``training_share``."""
     grouped_bytes_share: float | None = Field(default=None, gt=0, le=1)
     """Share of the bandwidth with which experts are read; ``None``: 0.55, as étude's own."""
     latent_bytes_share: float | None = Field(default=None, gt=0, le=1)
@@ -397,7 +399,7 @@ class Costs:
 
     @classmethod
     def of(cls, fleet: Fleet, figures: RunFigures) -> "Costs":
-        """Raises :class:`~etude.errors.ConfigError` for a GPU without a price."""
+        """Compute them. Raises :class:`~etude.errors.ConfigError` for a GPU without a price."""
         paid = sum(engines * region.paid_share
                    for region, engines in zip(fleet.plan.places, fleet.engines, strict=True))  # fmt: skip
         return cls(

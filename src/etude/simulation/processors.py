@@ -1,11 +1,11 @@
-"""A model of processors that are shared: work slows down while more processes compute than there are processors.
+"""A model of shared processors: work slows down if more processes compute than there are processors.
 
     work of a process per second = min(1, processors / (processes + running commands))
     work of a command per second = the same · running commands / commands
 
-Trainer and engines are a process each. Agents' commands and graders come by the hundred; at most as many of them as
-there are processors run at a time, in turns, so that they do not crowd out trainer and engines. All of a kind progress
-equally, so one clock of work for each kind is enough: a computation ends when the clock has advanced by its work.
+Trainer and engines are one process each. There may be hundreds of agents' commands and graders; at most one per
+processor runs at a time, in turns, so that they do not starve trainer and engines. All computations of a kind progress
+equally, so one clock of work per kind is enough: a computation ends when the clock has advanced by its work.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ ROUNDING_S = 1e-9
 
 @final
 class WorkTimer:
-    """A callback for when a given amount of work is done."""
+    """A callback that is due when a given amount of work is done."""
 
     __slots__ = ("callback", "is_cancelled")
 
@@ -31,13 +31,13 @@ class WorkTimer:
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Do not call back."""
+        """Cancel the callback."""
         self.is_cancelled = True
 
 
 @final
 class _WorkClock:
-    """The work that each computation of a kind could do so far, and the timers that wait for it."""
+    """The work that each computation of a kind has done so far, and the timers that wait for it."""
 
     __slots__ = ("busy", "done_s", "ends")
 
@@ -65,7 +65,7 @@ class Processors:
     """Processors of one machine, in the time of the running event loop."""
 
     def __init__(self, cores: float = math.inf) -> None:
-        """With infinite ``cores`` everything has a processor of its own: then work passes like time."""
+        """With infinite ``cores`` each computation has its own processor, and work passes like time."""
         self._cores = cores
         self._processes, self._commands = _WorkClock(), _WorkClock()
         self._at_s = 0.0

@@ -1,7 +1,7 @@
-"""A modelled region: engines behind the product's own pool and router, and a way there.
+"""A modelled region: engines behind the real engine pool and router, and a network connection.
 
-Modelled are the engines, their rates, and the time of the way. Which engine a call goes to, what becomes of a call
-whose engine dies, and when an engine counts as dead, is decided by the code of a real gateway.
+The engines, their rates and the network delay are modelled. The code of a real gateway decides which engine serves a
+call, what happens to the calls of an engine that dies, and when an engine counts as dead.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from etude.simulation.processors import Processors
 from etude.types import Turn
 
 CALL_TIMEOUT_S = 3600.0
-"""Deadline of a model call: as long as the longest turns that were reported."""
+"""Timeout of a model call: as long as the longest reported turns."""
 RESEND_S = 0.25
-"""Between two tries to get through to a region that is cut off."""
+"""Delay between attempts to reach a region that is disconnected."""
 
 
 @final
@@ -34,19 +34,19 @@ class ModelledRegion:
     def __init__(
         self, name: str, rates: EngineRates, *, engines: int, rtt_s: float, places: int, processors: Processors
     ) -> None:
-        """``places`` are the sessions that it may hold at a time, ``rtt_s`` the round trip from the rollouts, and
+        """``places`` is the maximum number of concurrent sessions, ``rtt_s`` the round-trip time from the rollouts, and
         ``processors`` those of its engines.
         """
         self.name = name
         self.engines = [ModelledEngine(rates, processors) for _ in range(engines)]
         self.is_cut = False
         self.stored = 0
-        """Newest version in its store: what an engine that starts has."""
+        """Newest version in its store, with which an engine starts."""
         self.rtt_s = rtt_s
         self._places = places
         self.sessions = FakeSessions()
         self.min_versions: dict[str, int | None] = {}
-        """Session → the oldest version that may sample in it."""
+        """Session → the oldest weight version that may sample in it."""
         by_url = {f"http://{name}-{index}": engine for index, engine in enumerate(self.engines)}
         self.pool = EnginePool(by_url.__getitem__, Router(HealthLimits(max_lag=None)), LoopClock(), seed=0)
         for url in by_url:
@@ -55,16 +55,16 @@ class ModelledRegion:
 
     @property
     def version(self) -> int:
-        """The version that all its engines serve that live; −1 where none does."""
+        """The version that all its running engines serve; −1 if none runs."""
         return min((engine.version for engine in self.engines if not engine.is_down), default=-1)
 
     @property
     def report(self) -> RegionReport:
-        """Its own account of itself."""
+        """The region's status report."""
         return RegionReport(version=self.version, places=self._places)
 
     async def open(self, *, min_version: int | None = None) -> Session:
-        """Start a session. Raises :class:`~etude.errors.EngineUnavailable` while the region is cut off."""
+        """Start a session. Raises :class:`~etude.errors.EngineUnavailable` while the region is disconnected."""
         if self.is_cut:
             raise EngineUnavailable(f"no way to {self.name}")
         opened = await self.sessions.open()
@@ -73,11 +73,11 @@ class ModelledRegion:
         return session
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
-        """Refused: modelled rollouts do not branch."""
+        """Unsupported: modelled rollouts do not branch."""
         raise NotImplementedError("modelled rollouts do not branch")
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
-        """End a session and hand over its turns."""
+        """End a session and return its turns."""
         self.min_versions.pop(session_id, None)
         return await self.sessions.close(session_id.partition("/")[2])
 
@@ -86,11 +86,11 @@ class ModelledRegion:
         await self.close(session_id)
 
     async def lost(self, session_id: str) -> NoReturn:
-        """Never: who cannot get through tries again."""
+        """Wait for ever: sessions are never lost, since a disconnected caller retries."""
         await never()
 
     async def call(self, session: Session, *, prompt_tokens: int, tokens: int) -> None:
-        """One turn of so many tokens. Raises :class:`~etude.errors.SessionLost` where its gateway forgot it."""
+        """Sample one turn of ``tokens`` tokens. Raises :class:`~etude.errors.SessionLost` if its gateway forgot it."""
         await self._travel()
         inner = replace(session, session_id=session.session_id.partition("/")[2])
         prompt, params = np.array([prompt_tokens], np.int32), SamplingParams(max_tokens=tokens)
@@ -105,7 +105,7 @@ class ModelledRegion:
             raise SessionLost(f"{self.name} no longer knows session {session.session_id!r}") from None
 
     async def receive(self, version: int, arrival_s: float) -> None:
-        """A version is on its way; engines that live serve it when it is there."""
+        """Receive a version after ``arrival_s``; running engines then serve it."""
         await asyncio.sleep(arrival_s)
         await self._travel()
         self.stored = max(version, self.stored)
@@ -115,7 +115,7 @@ class ModelledRegion:
                 engine.swap(version)
 
     async def _travel(self) -> None:
-        """Half a round trip; while there is no way, packets are sent again and again."""
+        """Wait half a round trip, and for the connection: while it is down, packets are retransmitted."""
         await asyncio.sleep(self.rtt_s / 2)
         while self.is_cut:
             await asyncio.sleep(RESEND_S)

@@ -1,16 +1,15 @@
-"""Simulating a fleet in the small, and the split between training and sampling that costs least.
+"""Simulation of a fleet at a reduced scale, and the cheapest split of GPUs between training and sampling.
 
     fleet ──▶ a few of its engines and groups, times corrected for that ──▶ simulation ──▶ figures
-    steps an hour, or dollars an hour ──▶ fewest GPUs by arithmetic ──▶ simulation ──▶ more engines where it falls short
+    steps or dollars per hour ──▶ fewest GPUs by calculation ──▶ simulation ──▶ more engines if it falls short
 
-**In the small.** A fleet of E engines that make G groups a step is simulated as E' engines and G' groups. A sequence in
-an engine then stands for f = (G / G') · (E' / E): it has an f-th of the places, and each takes f times as much of a
-step, so that a full engine decodes at the pace of a full one. The trainer takes G / G' times as long for a token.
-Shares of time, seconds of a step and staleness stay what they are, up to the chance of fewer rollouts; the most
-sandboxes are multiplied back. Turns beyond
-:data:`MOST_TURNS` of a rollout are put together, their pauses kept. Long steps are simulated in seconds that stand for
-several, so that a step takes :data:`STEP_S`: what production waits for by its own constants, half a second here and
-there, then counts for that much more.
+**Reduced scale.** A fleet of E engines that make G groups a step is simulated as E' engines and G' groups. A sequence
+in an engine then represents f = (G / G') · (E' / E): the engine has a fraction 1/f of its places, and each takes f
+times as much of a step, so that a full engine decodes at the real pace. The trainer takes G / G' times as long per
+token. Shares of time, seconds of a step and staleness stay the same, up to the noise of fewer rollouts; the maximum
+number of sandboxes is scaled back. A rollout's turns beyond :data:`MOST_TURNS` are merged with others; their pauses
+remain. Long steps are simulated with virtual seconds that represent several real ones, so that a step takes at most
+:data:`STEP_S`; constant delays of the production code, such as half a second, then weigh that much more.
 """
 
 from collections import Counter
@@ -26,33 +25,33 @@ from etude.simulation.run import SimulatedEvents, simulate, skipped_steps
 from etude.simulation.workload import STAGES, Workload
 
 MOST_ROLLOUTS = 64
-"""Rollouts of a step that are simulated."""
+"""Maximum number of rollouts of a simulated step."""
 MOST_TURNS = 8
 STEPS = 6
-"""Steps that count, beside those in which the pipeline fills and runs dry."""
+"""Number of counted steps, in addition to those in which the pipeline fills and drains."""
 STEP_S = 30.0
-"""Virtual seconds of a step at most, as far as arithmetic tells."""
+"""Maximum number of virtual seconds of a step, by calculation."""
 POLL_S = 0.1
-"""Interval at which simulated processes look for what they wait for."""
+"""Polling interval of simulated processes."""
 ROUNDS = 4
-"""Simulations of a search, beside the first."""
+"""Number of simulations of a search after the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallFleet:
-    """A fleet as it is simulated."""
+    """A fleet at the scale at which it is simulated."""
 
     config: RunConfig
     calibration: RunCalibration
     engines: tuple[int, ...]
     factor: float
-    """Groups of the fleet for one that is simulated."""
+    """Groups of the fleet per simulated group."""
     second_s: float
-    """Seconds for one that is simulated."""
+    """Real seconds per simulated second."""
 
     @classmethod
     def of(cls, fleet: Fleet, hours: float | None = None) -> "SmallFleet":
-        """The fleet in the small, for so many hours of it or for a few steps; a small one is what it is."""
+        """Scale a fleet down, for a number of hours or a few steps; a small fleet is unchanged."""
         rollouts, size = fleet.config.rollouts, fleet.config.rollouts.group_size
         groups = min(rollouts.groups_per_step, max(4, MOST_ROLLOUTS // size))
         factor = rollouts.groups_per_step / groups
@@ -89,7 +88,7 @@ class SmallFleet:
 
 
 def _merged(calibration: RunCalibration) -> tuple[Workload, float]:
-    """Rollouts of fewer turns, and the seconds of a call that make up for it."""
+    """Rollouts with fewer turns, and the seconds per call that compensate for them."""
     groups = calibration.workload.groups
     turns = sum(work.turns for group in groups for work in group)
     few = tuple(tuple(replace(work, turns=min(work.turns, MOST_TURNS)) for work in group) for group in groups)
@@ -98,7 +97,7 @@ def _merged(calibration: RunCalibration) -> tuple[Workload, float]:
 
 
 def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
-    """The same with all times divided by a factor."""
+    """The calibration with all times divided by a factor."""
     return replace(
         calibration,
         engine=calibration.engine.scaled(1 / factor),
@@ -112,9 +111,9 @@ def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
 def simulate_fleet(
     fleet: Fleet, *, seed: int = 0, hours: float | None = None
 ) -> tuple[RunFigures, SimulatedEvents, SmallFleet]:
-    """Figures of a fleet, the events of its simulation in the small, and how that was made.
+    """Figures of a fleet, the events of its reduced simulation, and the reduced fleet.
 
-    So many ``hours`` are simulated; ``None``: a few steps.
+    ``hours`` is the simulated time; ``None``: a few steps.
     """
     small = SmallFleet.of(fleet, hours)
     second_s = small.second_s
@@ -136,7 +135,7 @@ def simulate_fleet(
 
 
 def steps_by_hour(events: SimulatedEvents, small: SmallFleet) -> dict[int, float]:
-    """Hour of the day → steps in such an hour, in the mean over the days that were simulated."""
+    """Hour of the day → steps in that hour, averaged over the simulated days."""
     ended_s = [each.at_s * small.second_s for each in events.steps]
     days = -(-ended_s[-1] // (DAY_H * HOUR_S))
     counts = Counter(int(at_s // HOUR_S % DAY_H) for at_s in ended_s)
@@ -144,14 +143,14 @@ def steps_by_hour(events: SimulatedEvents, small: SmallFleet) -> dict[int, float
 
 
 def trainer_s(fleet: Fleet) -> float:
-    """Seconds of the trainer for a step, by arithmetic."""
+    """Seconds of the trainer per step, by calculation."""
     trainer = fleet.calibration.trainer
     sampled = fleet.rollouts * fleet.plan.workload.sampled_tokens
     return trainer.step_s(sampled) + trainer.save_s
 
 
 def engine_s(fleet: Fleet) -> float:
-    """Seconds of a step's rollouts on all engines with all their places taken, by arithmetic."""
+    """Seconds of a step's rollouts on all engines, if all places are taken, by calculation."""
     engine, work = fleet.calibration.engine, fleet.plan.workload
     token_s = engine.decode_s(engine.max_running) / engine.max_running
     each_s = work.sampled_tokens * token_s + work.prompt_tokens * engine.prompt_s
@@ -159,13 +158,13 @@ def engine_s(fleet: Fleet) -> float:
 
 
 def least_step_s(fleet: Fleet) -> float:
-    """Seconds of a step if nothing waited."""
+    """Seconds of a step without any waiting."""
     busy_s = trainer_s(fleet), engine_s(fleet)
     return max(busy_s) if fleet.config.rollouts.max_staleness else sum(busy_s)
 
 
 Goal: TypeAlias = tuple[Literal["steps", "usd"], float]
-"""Steps an hour to be reached with least money, or dollars an hour to be made most of."""
+"""Steps per hour to reach with the least money, or dollars per hour to spend on the most steps."""
 
 
 def parse_goal(text: str) -> Goal:
@@ -183,9 +182,9 @@ def parse_goal(text: str) -> Goal:
 
 
 def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigures, SimulatedEvents, SmallFleet]:
-    """The split with the least money for so many steps an hour, or the most steps for so much money.
+    """The cheapest split for the given steps per hour, or the fastest one for the given dollars per hour.
 
-    Raises :class:`~etude.errors.ConfigError` for what cannot be had.
+    Raises :class:`~etude.errors.ConfigError` if the goal cannot be reached.
     """
     kind, value = goal
     if not fleet.config.rollouts.max_staleness:
@@ -201,7 +200,7 @@ def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigure
 
 
 def _larger(fleet: Fleet, figures: RunFigures) -> Fleet:
-    """A fleet with more of the side that is fuller: rollouts end unevenly, which arithmetic does not know."""
+    """A fleet with more of the busier side: rollouts end unevenly, which the calculation ignores."""
     if figures.engine_busy >= figures.trainer_busy:
         return _split(fleet, fleet.ranks, (sum(fleet.engines) + 1) / sum(fleet.engines))
     machine = fleet.plan.assumptions.machine_gpus
@@ -209,10 +208,10 @@ def _larger(fleet: Fleet, figures: RunFigures) -> Fleet:
 
 
 def split_for(fleet: Fleet, step_s: float) -> Fleet:
-    """The smallest fleet whose sides each fill :data:`~etude.simulation.figures.FULL` of a step of so many seconds.
+    """The smallest fleet in which each side is busy for :data:`~etude.simulation.figures.FULL` of a step of ``step_s``.
 
     The trainer grows by whole machines, engines in proportion to those of the regions. Raises
-    :class:`~etude.errors.ConfigError` where no number of GPUs is enough.
+    :class:`~etude.errors.ConfigError` if no number of GPUs is enough.
     """
     machine, room_s = fleet.plan.assumptions.machine_gpus, FULL * step_s
     trainer = fleet.calibration.trainer
@@ -227,7 +226,7 @@ def split_for(fleet: Fleet, step_s: float) -> Fleet:
 
 
 def split_within(fleet: Fleet, usd_h: float) -> Fleet:
-    """The fleet with the most steps an hour for so much money. Raises :class:`~etude.errors.ConfigError`."""
+    """The fleet with the most steps per hour for ``usd_h``. Raises :class:`~etude.errors.ConfigError`."""
     low_s, high_s = 1.0, 30 * 24 * HOUR_S
     cheapest = split_for(fleet, high_s)
     if gpus_usd_h(cheapest) > usd_h:
@@ -243,15 +242,15 @@ def split_within(fleet: Fleet, usd_h: float) -> Fleet:
 
 
 def gpus_usd_h(fleet: Fleet) -> float:
-    """Dollars of an hour of all GPUs."""
+    """Dollars per hour of all GPUs."""
     plan = fleet.plan
     trainer = fleet.ranks * gpu_price(fleet, plan.trainer, plan.trainer_market)
     return trainer + fleet.sampling_gpus * gpu_price(fleet, plan.engine, plan.engine_market)
 
 
 def _split(fleet: Fleet, ranks: int, factor: float) -> Fleet:
-    """The fleet with another trainer and so many times the engines, each region's rounded up; rollouts fill their
-    places, as far as the staleness window lets them.
+    """The fleet with ``ranks`` and ``factor`` times the engines, rounded up per region; rollouts fill the places,
+    within the staleness window.
     """
     engines = tuple(max(1, int(-(-count * factor // 1))) for count in fleet.engines)
     rollouts = fleet.config.rollouts

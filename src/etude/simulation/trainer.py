@@ -1,9 +1,9 @@
-"""A modelled trainer over the product's ledger: claims batches, takes its time, publishes versions, commits steps.
+"""A modelled trainer with the real ledger: it claims batches, waits the modelled time, publishes and commits.
 
-    claim ──▶ busy ──▶ the version before is committed ──▶ save ──▶ publish ┄┄ beside the next step ┄┄▶ commit
+    claim ──▶ busy ──▶ the previous version is committed ──▶ save ──▶ publish ┄┄ during the next step ┄┄▶ commit
 
-The order is that of :mod:`etude.run.trainer`. It may be cancelled at any point: what follows it goes on from ledger and
-store.
+The order is that of :mod:`etude.run.trainer`. It may be cancelled at any point: its successor continues from the ledger
+and the store.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from etude.telemetry.events import MOST_AGES, Event, StepDone
 from etude.types import Group
 
 POLL_S = 0.02
-"""Interval at which the ledger is asked for a batch."""
+"""Interval at which the ledger is polled for a batch."""
 
 
 @dataclass(slots=True)
 class ModelledStore:
-    """The weight log of a run: the newest version, and who is told of each."""
+    """The weight log of a run: the newest version, and the callbacks for each new one."""
 
     newest: int = 0
     is_away: bool = False
-    """True while nothing can be published."""
+    """True while the store is unavailable for publishing."""
     followers: list[Callable[[int], None]] = field(default_factory=list)
 
     def publish(self, version: int) -> None:
@@ -53,7 +53,7 @@ class ModelledTrainer:
         processors: Processors,
         write: Callable[[Event], None],
     ) -> None:
-        """``write`` takes its events."""
+        """``write`` receives its events."""
         self._config = config
         self._times = times
         self._ledger = ledger
@@ -64,7 +64,7 @@ class ModelledTrainer:
     async def run(self, *, poll_s: float = POLL_S) -> None:
         """Train until the last step is committed."""
         done = self._ledger.progress().steps_done
-        if self._store.newest > done:  # a predecessor died between the two
+        if self._store.newest > done:  # a predecessor died between publishing and committing
             done = self._store.newest
             self._ledger.commit_step(done)
         publishing: asyncio.Task[None] | None = None
@@ -82,7 +82,7 @@ class ModelledTrainer:
                 publishing.cancel()
 
     async def _compute(self, step: int, poll_s: float) -> None:
-        """Wait for a batch, and take the time that a step on it takes."""
+        """Wait for a batch, and for the modelled time of a step on it."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while (groups := self._ledger.claim_batch(step, self._config.rollouts.groups_per_step)) is None:
@@ -106,8 +106,8 @@ class ModelledTrainer:
 
 
 def token_ages(groups: Sequence[Group], version: int) -> list[int]:
-    """Staleness, from 0, → sampled tokens of a batch that is trained on at ``version``; a turn has a number of tokens
-    for each version.
+    """Staleness, from 0, → sampled tokens of a batch that is trained on at ``version``; a modelled turn has a number of
+    tokens for each version.
     """
     ages = [0] * MOST_AGES
     for group in groups:

@@ -1,8 +1,8 @@
-"""The work of rollouts: their turns, tokens and seconds outside of the engine, as a run recorded them.
+"""The work of rollouts: their turns, tokens and seconds outside of the engine, as recorded from a run.
 
-A simulated rollout repeats one that was recorded. It is drawn from a group that was recorded at about the same place of
-its run, so that long rollouts stay as frequent, those of one group as alike, and lengths change in the course of
-training as they did.
+A simulated rollout repeats a recorded one. It is drawn from a group that was recorded at about the same position of its
+run, so that the frequency of long rollouts, the similarity within groups, and the change of lengths during training
+are preserved.
 """
 
 from collections import defaultdict
@@ -17,10 +17,10 @@ from etude.telemetry.events import EngineStats, Logged, RolloutClosed
 from etude.types import RolloutStage, RolloutStatus
 
 NEAR = 0.05
-"""Recorded groups are drawn from this share of the run before a group's own place, and from as much behind it."""
+"""Recorded groups are drawn from this share of the run before a group's own position, and the same share after it."""
 TRAIN = "train"
 STAGES = ("sandbox_s", "tools_s", "grading_s")
-"""Fields of :class:`RolloutWork` that are work outside of the engine."""
+"""Fields of :class:`RolloutWork` with work outside of the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +30,15 @@ class RolloutWork:
     turns: int
     sampled_tokens: int
     prompt_tokens: int
-    """Tokens that the engine reads for it, all turns together, without those that it has in its cache."""
+    """Tokens that the engine reads in all turns, without those in its cache."""
     sandbox_s: float
-    """Until its sandbox is there."""
+    """Seconds until its sandbox is ready."""
     tools_s: float
-    """Commands of the agent, all turns together."""
+    """Commands of the agent in all turns."""
     grading_s: float
     """Grading and scoring."""
     model_s: float = 0.0
-    """Recorded time of waiting for the model; the simulation has its own."""
+    """Recorded time of waiting for the model; the simulation determines its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Workload:
 
     @classmethod
     def of_events(cls, logged: Iterable[Logged]) -> Self:
-        """The graded training rollouts of a run, whose events are in order of time.
+        """The graded training rollouts of a run; the events must be in order of time.
 
-        Raises :class:`~etude.errors.UserError` where there are none.
+        Raises :class:`~etude.errors.UserError` if there are none.
         """
         events = list(logged)
         ended = [(each.at_s, each.event) for each in events if isinstance(each.event, RolloutClosed)]
@@ -73,20 +73,20 @@ class Workload:
         return cls(tuple(tuple(groups[index]) for index in sorted(groups)))
 
     def draw(self, place: float, group: int, random: Random) -> RolloutWork:
-        """The work of a rollout of ``group``, which is admitted at ``place`` of the run, from 0 to 1."""
-        of_group = Random(group)  # the same for all its rollouts
+        """The work of a rollout of ``group``, which is admitted at position ``place`` of the run, from 0 to 1."""
+        of_group = Random(group)  # the same position for all its rollouts
         last = len(self.groups) - 1
         near = min(1.0, max(0.0, place + of_group.uniform(-NEAR, NEAR)))
         return random.choice(self.groups[round(near * last)])
 
     @property
     def rollouts(self) -> list[RolloutWork]:
-        """All of them."""
+        """All recorded rollouts."""
         return [work for group in self.groups for work in group]
 
     @property
     def wait_s(self) -> float:
-        """Seconds that a turn waited for the model, in the mean."""
+        """Mean seconds that a turn waited for the model."""
         return sum(work.model_s for work in self.rollouts) / sum(work.turns for work in self.rollouts)
 
     def mean(self, stage: str) -> float:
@@ -94,7 +94,7 @@ class Workload:
         return fmean(getattr(work, stage) for work in self.rollouts)
 
     def scaled(self, factors: Mapping[str, float]) -> "Workload":
-        """The same with some fields of :class:`RolloutWork` multiplied, each by its factor."""
+        """The workload with some fields of :class:`RolloutWork` multiplied, each by its factor."""
         return Workload(tuple(tuple(_scaled(work, factors) for work in group) for group in self.groups))
 
 

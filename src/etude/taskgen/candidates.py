@@ -1,7 +1,7 @@
-"""Candidates for tasks: every deletion and planted bug in functions that tests reach, in an order drawn by seed.
+"""Candidates for tasks: every deletion and planted bug in functions that tests reach, in an order set by the seed.
 
-Pure and deterministic: the same package, survey and seed give the same candidates with the same ids, so that a build
-that was interrupted goes on where it was.
+Pure and deterministic: the same package, survey and seed give the same candidates with the same ids, so that an
+interrupted build can resume.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from etude.tasks.repositories.mutations import mutants
 from etude.tasks.repositories.spans import Function, SourceText, apply
 
 BUGS_PER_FUNCTION = 3
-"""A rank for different operators."""
+"""Limit on planted bugs per function, each of a different operator."""
 DOCUMENTS = (".rst", ".md", ".txt")
 BUG = "bug"
 DELETION = "deletion"
@@ -39,38 +39,38 @@ class Candidate:
     operator: str
     path: str
     target: str
-    """The dotted name in its module of the function or class that was changed."""
+    """Dotted name, within its module, of the changed function or class."""
     functions: tuple[str, ...]
-    """``path:line`` of each function that was changed."""
+    """``path:line`` of each changed function."""
     before: Mapping[str, str] = field(repr=False)
-    """Every file that was changed, as it was."""
+    """Every changed file: path → text before the change."""
     after: Mapping[str, str] = field(repr=False)
-    """The same files, as they are now."""
+    """The same files after the change."""
     gone: str = ""
-    """A name that nothing mentions any more."""
+    """Name that no file mentions after the change."""
     required: str = field(default="", repr=False)
-    """For a deletion: signature and docstring of what is wanted."""
+    """For a deletion: signatures and docstrings of the code to restore."""
 
     @property
     def top(self) -> str:
-        """The name at the top of the module that it belongs to."""
+        """Top-level name in the module that contains the target."""
         return self.target.partition(".")[0]
 
 
 def sources_of(project: Project, texts: Mapping[str, str]) -> Mapping[str, SourceText]:
-    """The Python files of the packages, stubs included."""
+    """The Python files of the packages, including stubs."""
     sources: dict[str, SourceText] = {}
     for path, text in texts.items():
         if path.endswith((".py", ".pyi")) and project.is_source(path):
             try:
                 sources[path] = SourceText(path, text)
             except (SyntaxError, ValueError):
-                continue  # a template, or Python of another age
+                continue  # a template, or another version of Python
     return sources
 
 
 def propose(project: Project, texts: Mapping[str, str], survey: Survey, *, seed: int) -> list[Candidate]:
-    """All candidates of a package, deletions and bugs mixed, in the order of ``seed``."""
+    """All candidates of a package, deletions and bugs mixed, in the order that ``seed`` sets."""
     package = sources_of(project, texts)
     documents = {path: text for path, text in texts.items() if path.endswith(DOCUMENTS)}
     built = [
@@ -95,7 +95,7 @@ def propose(project: Project, texts: Mapping[str, str], survey: Survey, *, seed:
 
 
 def _bugs(source: SourceText, survey: Survey, seed: int) -> Iterator[Candidate]:
-    """A few bugs for each function, of different operators, chosen by seed."""
+    """A few bugs for each function, with different operators, chosen by the seed."""
     for function in source.functions():
         key = f"{source.path}:{function.line}"
         if not survey.affected([key]) or _is_trivial(source, function):
@@ -134,7 +134,7 @@ def _deletion(source: SourceText, deletion: Deletion, texts: Mapping[str, str]) 
 
 
 def _required_names(source: SourceText, deletion: Deletion) -> str:
-    """The signatures and docstrings of a deletion's functions as they looked from outside."""
+    """The signatures of a deletion's functions; docstrings too if the deletion removes them."""
     parts = []
     for function in source.functions():
         if function.line in deletion.lines:

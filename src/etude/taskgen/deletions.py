@@ -1,9 +1,9 @@
 """Deletions: features removed from a package, which an agent must restore.
 
-Three ways: the body of a function, the bodies of a class's methods, or a function with its name wherever the package
-exports or documents it. Signatures and docstrings stay in the first two, since they say what is wanted. Owns what the
-files look like afterwards and what must be nowhere any more; that it is nowhere,
-:mod:`~etude.taskgen.leaks` finds out.
+There are three kinds: the body of a function, the bodies of a class's methods, or a whole function with every mention
+of its name in the package's exports and documents. The first two keep signatures and docstrings, because these specify
+the code to write. Owns the resulting files and the name that must not remain; :mod:`~etude.taskgen.leaks` checks that
+it does not.
 """
 
 import ast
@@ -15,14 +15,14 @@ from enum import StrEnum
 from etude.tasks.repositories.spans import FUNCTION_NODES, Edit, Function, SourceText, apply, last_line
 
 MIN_LINES = 3
-"""Lines of code that a body must have to be worth writing again."""
+"""Minimum lines of code in a body that is worth rewriting."""
 MAX_LINES = 80
-"""More is a project, not a feature."""
+"""Maximum lines; more is a project, not a feature."""
 MIN_CLASS_METHODS = 2
 MIN_DOCUMENT = 10
-"""Characters of a docstring that says what is wanted."""
+"""Minimum characters of a docstring that describes the function."""
 MIN_NAME = 5
-"""Characters of a name that can be searched for as a word of its own."""
+"""Minimum characters of a name that can be searched for as a separate word."""
 STUB = "raise NotImplementedError"
 
 
@@ -41,15 +41,15 @@ class Deletion:
     kind: DeletionKind
     path: str
     target: str
-    """The dotted name in the module of what is gone."""
+    """Dotted name, within its module, of the removed code."""
     lines: tuple[int, ...]
-    """Lines at which the functions it took begin, as their code objects say."""
+    """First lines of the changed functions, as in their code objects."""
     changed: Mapping[str, str]
-    """Every file that differs: path → its text without the feature."""
+    """Every changed file: path → its text without the feature."""
     bodies: tuple[str, ...]
-    """The removed source, a text for each place."""
+    """The removed source, one text per location."""
     gone: str = ""
-    """A name that nothing in the package mentions any more."""
+    """Name that no file of the package mentions after the deletion."""
 
 
 def body_deletions(source: SourceText) -> Iterator[Deletion]:
@@ -68,7 +68,7 @@ def body_deletions(source: SourceText) -> Iterator[Deletion]:
 
 
 def class_deletions(source: SourceText) -> Iterator[Deletion]:
-    """A deletion for each class at the top that has several methods worth writing again."""
+    """A deletion for each top-level class that has several methods worth rewriting."""
     functions = tuple(source.functions())
     for node in source.classes():
         methods = [function for function in functions if node in function.parents and _has_code(function)]
@@ -90,10 +90,10 @@ def class_deletions(source: SourceText) -> Iterator[Deletion]:
 def whole_deletions(
     source: SourceText, package: Mapping[str, SourceText], documents: Mapping[str, str], built: Sequence[str] = ()
 ) -> Iterator[Deletion]:
-    """A deletion for each function at the top of a module that nothing else in the package uses, only exports.
+    """A deletion for each top-level function that the rest of the package exports at most, but does not use.
 
-    ``package`` are all its files by path, stubs included, ``documents`` the texts beside them: lines of those that
-    mention the name go, too. ``built`` are texts that cannot be changed: a name that is in one of them stays.
+    ``package`` maps paths to all source files, including stubs. ``documents`` are the other texts: each line that
+    mentions the name is removed. ``built`` are texts that cannot be changed: a function named in one is not deleted.
     """
     for function in source.functions():
         name = function.node.name
@@ -122,25 +122,25 @@ def whole_deletions(
 
 
 def is_worth(function: Function) -> bool:
-    """Return true if a function's body is worth writing again."""
+    """Return true if a function's body is worth rewriting."""
     decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in function.node.decorator_list}
     return MIN_LINES <= _size(function) <= MAX_LINES and not decorators & {"overload", "abstractmethod"}
 
 
 def is_described(function: Function) -> bool:
-    """Return true if its docstring says what a function does, or its name does because Python gave it."""
+    """Return true if a function has a long enough docstring or a special name such as ``__len__``."""
     name = function.node.name
     has_document = len(ast.get_docstring(function.node) or "") >= MIN_DOCUMENT
     return has_document or (name.startswith("__") and name.endswith("__"))
 
 
 def function_text(source: SourceText, function: Function) -> str:
-    """A function with its decorators, whole lines."""
+    """The full lines of a function and its decorators."""
     return source.text[source.line_start(function.line) : source.line_start(last_line(function.node) + 1)]
 
 
 def signature(source: SourceText, function: Function) -> str:
-    """Decorators and the line of ``def``, as they are written, without the indentation."""
+    """The decorators and the ``def`` header as written, without indentation."""
     _, end = _header(source, function)
     indent = source.indent(function.line)
     lines = source.text[source.line_start(function.line) : end].rstrip().splitlines()
@@ -157,7 +157,7 @@ def _is_nothing(statement: ast.stmt) -> bool:
 
 
 def _size(function: Function) -> int:
-    """Lines from the first statement to the last; none if they share the line of ``def``."""
+    """The number of lines from the first statement to the last; 0 if they share the line of ``def``."""
     code = function.code
     if not code or code[0].lineno == function.node.lineno:
         return 0
@@ -165,7 +165,7 @@ def _size(function: Function) -> int:
 
 
 def _header(source: SourceText, function: Function) -> tuple[int, int]:
-    """The positions of ``def`` and of its colon: the last one before the body that no comment follows up to it."""
+    """The position of ``def`` and the position after its colon: the first colon after the arguments and annotation."""
     node = function.node
     arguments = node.args
     parts = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
@@ -178,7 +178,7 @@ def _header(source: SourceText, function: Function) -> tuple[int, int]:
 
 
 def _stub(source: SourceText, function: Function) -> Edit:
-    """From the end of the docstring, or of the signature, to the last line of the body, comments included."""
+    """The edit that replaces a body, trailing comments included, by a stub; signature and docstring stay."""
     _, start = _header(source, function)
     node = function.node
     if len(function.code) < len(node.body):
@@ -193,7 +193,7 @@ def _stub(source: SourceText, function: Function) -> Edit:
 
 
 def _is_comment_at(source: SourceText, number: int, indent: str) -> bool:
-    """Return true if a line is a comment that belongs to the block that is indented so."""
+    """Return true if a line is a comment in the block with this indentation."""
     line = source.line(number)
     return line.startswith(indent) and line.strip().startswith("#")
 
@@ -205,7 +205,7 @@ def _without(
     documents: Mapping[str, str],
     word: re.Pattern[str],
 ) -> Mapping[str, str] | None:
-    """Every file that mentions the name, without it; ``None`` where something uses it."""
+    """Every file that mentions the name, with the name removed; ``None`` if some code uses it."""
     changed: dict[str, str] = {}
     for path, file in package.items():
         if path != source.path and not word.search(file.text):
@@ -234,7 +234,7 @@ def _is_within(edit: Edit, file: SourceText, function: Function) -> bool:
 
 
 def _export_edits(file: SourceText, name: str, own: ast.AST) -> list[Edit] | None:
-    """Take a name out of imports and lists of exports; ``None`` where it is used otherwise."""
+    """The edits that remove a name from imports, export lists and stubs; ``None`` if it is used otherwise."""
     edits: list[Edit] = []
     inside = {id(node) for node in ast.walk(own)}
     for node in ast.walk(file.tree):
@@ -256,7 +256,7 @@ def _export_edits(file: SourceText, name: str, own: ast.AST) -> list[Edit] | Non
 
 
 def without_alias(file: SourceText, node: ast.ImportFrom, *gone: str) -> Edit:
-    """The edit that takes names out of an import; the whole statement if it has no other."""
+    """The edit that removes names from an import; without other names, ``pass`` replaces the statement."""
     names = [alias for alias in node.names if alias.name not in gone]
     if not names:
         return file.replace(node, "pass")
@@ -272,7 +272,7 @@ def without_alias(file: SourceText, node: ast.ImportFrom, *gone: str) -> Edit:
 
 
 def _element_edits(file: SourceText, node: ast.List | ast.Tuple, name: str) -> Iterator[Edit]:
-    """Take a text out of a list, with the comma that follows or comes before it."""
+    """The edits that remove a string from a list, with the comma after or before it."""
     for index, element in enumerate(node.elts):
         if isinstance(element, ast.Constant) and element.value == name:
             start, end = file.span(element)

@@ -1,19 +1,19 @@
 """Errors for repositories from which no tasks can be made; each message names the fix.
 
 UserError
-└── RepositoryError         something is wrong with the repository, or with what was asked
-    ├── SourceError         it cannot be fetched or read, or is no Python
-    ├── InstallError        what it needs cannot be installed
-    ├── NoTestsError        no test is found
-    ├── TestsFailError      too few of its tests pass, always
-    └── CopyError           the base system holds a copy of it, where an agent could look everything up
+└── RepositoryError         something is wrong with the repository or with the request
+    ├── SourceError         it cannot be fetched or read, or is not Python
+    ├── InstallError        its requirements cannot be installed
+    ├── NoTestsError        no test was found
+    ├── TestsFailError      too few of its tests pass every time
+    └── CopyError           the base system has a copy of it, in which an agent could look up the answers
 """
 
 from etude.errors import UserError
 
 
 class RepositoryError(UserError):
-    """No tasks can be made of this repository."""
+    """No tasks can be made from this repository."""
 
     def __init__(self, message: str, *, log: str = "") -> None:
         super().__init__(message)
@@ -40,4 +40,4 @@ class TestsFailError(RepositoryError):
 
 
 class CopyError(RepositoryError):
-    """The base system holds a copy of the package."""
+    """The base system has a copy of the package."""

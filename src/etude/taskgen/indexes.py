@@ -1,8 +1,8 @@
 """Runs of pip for a third-party project's requirements: names and versions from indexes, wheels only, none executed.
 
-Owns which requirements are taken, what pip is told of this machine, and what is refused of what it brought. Of a
-direct reference (``NAME @ URL``, a path) pip runs the build program, here, with all that it was told; see
-:mod:`~etude.taskgen.isolated_pip` for those that only pip comes to see.
+Owns which requirements are accepted, which environment variables pip receives, and which of its results are rejected.
+For a direct reference (``NAME @ URL``, a path) pip would run the build program on this machine, with those variables.
+:mod:`~etude.taskgen.isolated_pip` handles the direct references that only pip sees.
 """
 
 import json
@@ -20,7 +20,7 @@ from etude.taskgen.failures import InstallError
 from etude.taskgen.isolated_pip import REFUSED
 
 PIP = (sys.executable, "-P", str(Path(__file__).with_name("isolated_pip.py")))
-"""pip that starts no program; ``-P``: nothing is imported from the folder it is run in."""
+"""pip that starts no program; with ``-P``, nothing is imported from its working folder."""
 INSTALL_TIMEOUT_S = 900.0
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ftp_proxy")
 MESSAGES = frozenset(
@@ -32,10 +32,10 @@ MESSAGES = frozenset(
         *(name.upper() for name in PROXIES),
     }
 )
-"""Variables of this machine that pip is told, beside its own: how to run, where its settings are, how to reach out."""
+"""Variables of this machine that pip receives, besides its own: for execution, settings and network access."""
 OWN = "PIP_"
 TAKEN = re.compile(r"^(?:Collecting|Processing) (.+)$", re.MULTILINE)
-"""Messages with which pip names the requirement it works on."""
+"""Messages in which pip names the requirement that it processes."""
 FIX = (
     "write NAME or NAME==VERSION of an index in a copy of the project, or let a model install it in a sandbox "
     "(--installer URL --model NAME)"
@@ -43,7 +43,7 @@ FIX = (
 
 
 def pip_environment() -> dict[str, str]:
-    """The environment variables of pip: no keys but those of its indexes."""
+    """The environment variables of pip: no credentials except those of its indexes."""
     message = {name: value for name, value in os.environ.items() if name in MESSAGES or name.startswith(OWN)}
     return {**message, "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -51,7 +51,7 @@ def pip_environment() -> dict[str, str]:
 def run_pip(
     argv: Sequence[str], *, timeout_s: float, folder: Path | None = None
 ) -> "subprocess.CompletedProcess[bytes]":
-    """Run pip to its end, in ``folder`` if one is given. Raises :class:`subprocess.TimeoutExpired`."""
+    """Run pip until it exits, in ``folder`` if given. Raises :class:`subprocess.TimeoutExpired`."""
     return subprocess.run(
         argv,
         cwd=folder,
@@ -64,9 +64,9 @@ def run_pip(
 
 
 def index_requirements(lines: Iterable[str]) -> tuple[str, ...]:
-    """The requirements in a spelling that pip can only read as names on an index.
+    """The requirements in a form that pip can read only as names on an index.
 
-    Raises :class:`~etude.taskgen.failures.InstallError` for one that is no name with versions.
+    Raises :class:`~etude.taskgen.failures.InstallError` for one that is not a name with versions.
     """
     return tuple(_index_requirement(line) for line in lines)
 
@@ -88,15 +88,15 @@ def _rejection(line: str, why: str) -> InstallError:
 
 
 def install_wheels(requirements: Sequence[str], options: Sequence[str]) -> None:
-    """Install wheels from indexes with pip; one of the options says where.
+    """Install wheels from indexes with pip; one of the options names the target.
 
-    Raises :class:`~etude.taskgen.failures.InstallError`, with the end of what pip said. What a wheel
-    brought that is of no index may be unpacked by then; it has not been run.
+    Raises :class:`~etude.taskgen.failures.InstallError`, with the end of pip's output. A dependency from outside an
+    index may be unpacked by then, but it has not been run.
     """
     requested = index_requirements(requirements)
     with tempfile.TemporaryDirectory(prefix="etude-pip-") as scratch:
         report = Path(scratch) / "report.json"
-        empty = Path(scratch) / "empty"  # to pip, a name may be a file of the folder that it runs in
+        empty = Path(scratch) / "empty"  # pip may read a name as a file of its working folder
         empty.mkdir()
         argv = [*PIP, "install", "--no-input", "--progress-bar=off", "--only-binary=:all:", "--no-compile", *options]
         try:
@@ -126,7 +126,7 @@ def _failure(requested: Sequence[str], message: str, output: str) -> InstallErro
 
 
 def _refuse_direct(report: bytes, requested: Sequence[str]) -> None:
-    """Look in pip's report for what came by a direct reference of some wheel."""
+    """Raise an error if pip's report has a package that came by a direct reference, not from an index."""
     for item in json.loads(report)["install"]:
         if item["is_direct"] or "archive_info" not in item["download_info"]:
             raise InstallError(

@@ -1,12 +1,12 @@
-"""A model that installs what a package needs, where reading its files was not enough: propose, verify, discard.
+"""A model that installs a package's requirements where its files do not list them all: propose, verify, discard.
 
-    state of the tests ──▶ model ──▶ shell commands ──▶ run in a fork ──▶ tests better? ──yes──▶ the fork goes on
-                              ▲                                             └──no──▶ discarded, and the model is told
+    state of the tests ──▶ model ──▶ shell commands ──▶ run in a fork ──▶ tests better? ──yes──▶ keep the fork
+                              ▲                                             └──no──▶ discard it, inform the model
 
-Any chat model behind an OpenAI-compatible URL will do. Its commands run as root of a sandbox that reaches the allowed
-places only; what they leave in ``/opt/site`` is all that is taken from there. Consumes a package, produces a folder;
-waits for the model and for commands, each with a deadline, a bounded number of rounds. What counts as better is
-decided by :func:`score`, whether it is enough by the survey that follows.
+Any chat model behind an OpenAI-compatible URL works. Its commands run as root in a sandbox that reaches only the
+allowed addresses; only the contents of ``/opt/site`` leave the sandbox. Consumes a package, produces a folder. Waits
+for the model and for commands, each with a deadline, for a bounded number of rounds. :func:`score` compares the
+rounds; the survey that follows decides whether the result is enough.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ OK = 200
 MAX_TOKENS = 2000
 COMMAND_TIMEOUT_S = 600.0
 ENOUGH = 0.95
-"""Share of the tests that must pass for the model's work to be done; some packages have tests that never do."""
+"""Share of tests that must pass to stop early; some packages have tests that never pass."""
 TEST_TIMEOUT_S = 300.0
 SHOWN = 3000
-"""Characters of an output, and of each file, that the model is shown."""
+"""Maximum characters of an output, and of each file, in the prompt."""
 SITE_BYTES = 512 << 20
 SHOWN_FILES = ("pyproject.toml", "setup.py", "setup.cfg", "tox.ini", "README.md", "README.rst", "CONTRIBUTING.md")
 LIMITS = SandboxLimits(memory_bytes=2 << 30, disk_bytes=2 << 30, processes=256)
@@ -54,30 +54,30 @@ class InstallerOptions:
     """The installer's model and its limits."""
 
     url: str
-    """Base of an OpenAI-compatible API, up to and with ``/v1``."""
+    """Base of an OpenAI-compatible API, including ``/v1``."""
     model: str
     api_key: str = ""
     rounds: int = 8
-    """Answers of the model, at most."""
+    """Maximum answers of the model."""
     allow: tuple[str, ...] = ("pypi.org:443", "files.pythonhosted.org:443")
-    """Places that its commands may reach."""
+    """Addresses that its commands may reach."""
     mounts: Mapping[str, Path] | None = None
-    """Folders of this machine that they may read, such as one of wheels, by their path inside."""
+    """Path in the sandbox → folder of this machine that the commands may read, for example wheels."""
 
 
 class Installer:
-    """Asks a model for commands until the tests pass."""
+    """Loop that requests commands from a model until the tests pass."""
 
     def __init__(self, options: InstallerOptions, provider: SandboxProvider) -> None:
-        """``provider`` stays the caller's to close."""
+        """Store the options; the caller still closes ``provider``."""
         self._options = options
         self._provider = provider
 
     async def install(self, project: Project, texts: Mapping[str, str], image: Image, target: Path) -> None:
-        """Fill ``target``, a new folder, with the layer of what the package over ``image`` needs.
+        """Fill ``target``, a new folder, with the layer of requirements that the package needs on top of ``image``.
 
-        Raises :class:`~etude.taskgen.failures.InstallError` when no round made a test pass, or the
-        model does not answer.
+        Raises :class:`~etude.taskgen.failures.InstallError` if no round makes a test pass or the model does not
+        answer.
         """
         spec = SandboxSpec(
             image=image,
@@ -95,7 +95,7 @@ class Installer:
             await best.close()
 
     async def _rounds(self, project: Project, texts: Mapping[str, str], best: Sandbox) -> Sandbox:
-        """Go on from the best state so far; ``best`` is closed whenever another takes its place."""
+        """Try commands, each time from the best state so far, and return the last best; the others are closed."""
         reached, words = -1, "No command has been run yet."
         messages: list[Json] = [
             {"role": "system", "content": BRIEF},
@@ -171,14 +171,14 @@ def commands_in(answer: str) -> str | None:
 
 
 def score(seen: RunObservation) -> tuple[int, bool]:
-    """The number of passed tests, and whether it is enough: nearly all, and every file could be collected."""
+    """The number of passed tests, and true if that is enough: nearly all, with every file collected."""
     ran = [test for test in seen.tests.values() if test.status != "skipped"]
     passed = sum(test.status == "passed" for test in ran)
     return passed, passed > 0 and passed >= ENOUGH * len(ran) and not seen.errors and not seen.ended
 
 
 async def _attempt(sandbox: Sandbox, project: Project, commands: str) -> tuple[int, bool, str]:
-    """Run the commands, then the tests: how many passed (−1: none could run), whether that is enough, what to say."""
+    """Run the commands, then the tests; return how many passed (−1: none could run), if it is enough, and a message."""
     done = await sandbox.exec(["sh", "-e", "-c", commands], timeout_s=COMMAND_TIMEOUT_S)
     if done.exit_code != 0 or done.timed_out:
         how = "ran out of time" if done.timed_out else f"ended with {done.exit_code}"
@@ -194,7 +194,7 @@ async def _attempt(sandbox: Sandbox, project: Project, commands: str) -> tuple[i
 
 
 def _unpack(tar: bytes, target: Path) -> None:
-    """The site folder of a tar, whatever it is called there, as a layer: plain files and folders, nothing compiled."""
+    """Unpack the site folder of a tar as a layer: only plain files and folders, no compiled Python."""
     parts = Path(SITE).parts[1:]
     target.mkdir(parents=True)
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:

@@ -2,10 +2,10 @@
 
     requirements ──pip, wheels only──▶ /opt/site of a layer          the project itself stays in the working folder
 
-A wheel is unpacked, never run: no program of a dependency is started on this machine, and what has no wheel is refused
-(:mod:`~etude.taskgen.indexes` sees to both).
-The project is found by ``PYTHONPATH``, not installed, so that there is no second copy of it; a record of its name and
-version is left for programs that ask. Owns the layer, not the store.
+A wheel is unpacked, never run: no program of a dependency starts on this machine, and a requirement without a wheel is
+rejected (:mod:`~etude.taskgen.indexes` ensures both).
+Python finds the project through ``PYTHONPATH``; it is not installed, so that no second copy exists. A record of its
+name and version is written for programs that look it up. Owns the layer, not the store.
 """
 
 import re
@@ -23,10 +23,10 @@ from etude.taskgen.indexes import index_requirements, install_wheels
 from etude.taskgen.projects import Project, bare_name
 
 SITE = "/opt/site"
-"""Folder of the dependencies, inside."""
+"""Folder of the dependencies in the image."""
 RUNNER = "pytest"
 DATED_SINCE = 26
-"""The major version of pip that can leave out what was uploaded after a date."""
+"""First major version of pip that can exclude packages uploaded after a date."""
 IMPORT_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "yaml": "PyYAML",
@@ -45,7 +45,7 @@ IMPORT_NAMES: Mapping[str, str] = MappingProxyType(
         "nose": "pynose",
     }
 )
-"""Names that are imported → what provides them, where the two differ."""
+"""Imported name → the requirement that provides it."""
 MISSING = re.compile(r"No module named '([A-Za-z0-9_]+)")
 FIXTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -64,16 +64,16 @@ class Requirements:
 
     requirements: tuple[str, ...]
     python: str
-    """Version of the Python inside, such as ``3.11``."""
+    """Python version of the image, such as ``3.11``."""
     before: str = ""
-    """A date, as ``2024-05-01``: nothing that was uploaded later; empty: no limit."""
+    """Date, such as ``2024-05-01``, that excludes later uploads; empty: no limit."""
 
 
 def attempts(project: Project) -> Sequence[tuple[str, ...]]:
-    """Lists of requirements to try, the most faithful first; later ones let versions go, then what tests want.
+    """Lists of requirements to try, the exact one first; later lists drop test versions, then test requirements.
 
-    Raises :class:`~etude.taskgen.failures.InstallError` for a requirement that no index has: what
-    has its name there may be another thing.
+    Raises :class:`~etude.taskgen.failures.InstallError` for a requirement that is not from an index: another
+    package may have its name there.
     """
     needed, tested = index_requirements(project.requirements), index_requirements(project.test_requirements)
     runner = () if any(bare_name(line) == RUNNER for line in tested) else (RUNNER,)
@@ -83,17 +83,17 @@ def attempts(project: Project) -> Sequence[tuple[str, ...]]:
 
 
 def missing_modules(output: str, index: Sequence[str]) -> tuple[str, ...]:
-    """The modules to install in addition, judging by failing tests; ``index`` was installed or asked for already."""
+    """The missing requirements that the tests' output names; those in ``index`` were already installed or requested."""
     names = {IMPORT_NAMES.get(name, name) for name in MISSING.findall(output)}
     names |= {FIXTURES[name] for name in NO_FIXTURE.findall(output) if name in FIXTURES}
     return tuple(sorted(name for name in names if bare_name(name) not in {bare_name(line) for line in index}))
 
 
 def install(requirements: Requirements, tree: Path) -> tuple[str, ...]:
-    """Unpack wheels into ``tree``, a new folder, below ``SITE``, and return what came: ``NAME==VERSION`` each.
+    """Unpack wheels into ``SITE`` below ``tree``, a new folder, and return each package as ``NAME==VERSION``.
 
-    Raises :class:`~etude.taskgen.failures.InstallError` with the end of what pip said, and
-    :class:`~etude.errors.ConfigError` for a date that this pip cannot keep to.
+    Raises :class:`~etude.taskgen.failures.InstallError` with the end of pip's output, and
+    :class:`~etude.errors.ConfigError` for a date if this pip does not support one.
     """
     site = tree / SITE.strip("/")
     site.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""Task prompts, made from templates; never a line of the answer.
+"""Task prompts, made from templates, without any line of the solution.
 
-A deletion is described by signature, docstring and examples of calls; a planted bug by what fails, as a person would
-report it. Pure.
+The prompt of a deletion has the signature, docstring and example calls; that of a planted bug reports the failing
+tests, as a user would. Pure.
 """
 
 import json
@@ -14,15 +14,15 @@ from etude.taskgen.projects import Project
 from etude.types import Case
 
 MAX_FAILURES = 5
-"""Failing tests that are told of."""
+"""Maximum failing tests in a prompt."""
 EXAMPLES = 3
-"""Calls that are shown; none of them is used to grade."""
+"""Maximum example calls in a prompt; none of them is used to grade."""
 
 
 def instruct(
     project: Project, candidate: Candidate, view: TestView, messages: Mapping[str, str], examples: Sequence[Case]
 ) -> str:
-    """The prompt of a task. ``messages`` are those of failing tests, ``examples`` calls of the function."""
+    """The prompt of a task. ``messages`` maps failing tests to messages; ``examples`` are calls of the function."""
     words = _bug(project, view, messages) if candidate.kind == BUG else _deletion(project, candidate, examples)
     command = "`python3 -m pytest`"
     return f"{words}\n\nThe repository is in the working folder; {command} runs the tests that it has. {_closing(view)}"

@@ -1,9 +1,9 @@
 """Runs pip in a process that can start no other program; a script with pip's own arguments.
 
-``--only-binary`` holds for what pip finds in an index, and not for ``NAME @ URL``: what such a line names is built,
-by a program of its own, as soon as its metadata are wanted, and any wheel may have such a line. pip starts whatever it
-does not do itself, builds and git alike, as another process. So a process that can start none can build nothing,
-whatever a package says. A hook of Python's audit cannot be taken away again. Imports nothing of étude.
+``--only-binary`` applies to packages from an index, but not to ``NAME @ URL``: pip runs such a package's own build
+program as soon as it needs the metadata, and any wheel may have such a requirement. pip starts builds and git as
+separate processes, so a process that cannot start another cannot build anything, whatever a package requires. A Python
+audit hook cannot be removed. Imports nothing from étude.
 """
 
 import runpy
@@ -15,12 +15,12 @@ STARTS = frozenset(
         "pty.spawn",
     }
 )
-"""Names of Python's audit events for starting a program."""
+"""Python's audit events for the start of a program."""
 REFUSED = "no other program may be started beside pip"
 
 
 def refuse(event: str, details: tuple[object, ...]) -> None:
-    """Refuse to start a program, with the ``OSError`` of one that does not exist."""
+    """Prevent the start of a program: raise the ``OSError`` class that a missing program raises."""
     if event in STARTS:
         raise OSError(f"{REFUSED}: {details[0] if details else event}")
 

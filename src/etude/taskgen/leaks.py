@@ -2,10 +2,10 @@
 
     removed text ──▶ RemovedIdentifiers ──search──▶ every file: names, texts, archives, git objects, binaries
 
-A deletion is only worth something if the answer is nowhere. Four kinds of identifiers: three lines in a row of what was
-removed (however they are indented), the digest of the files as they were, words that only the removed code had (a
-compiled file keeps them, whatever else it changes), and a name that must be gone altogether. What cannot be searched,
-such as a pack of git objects, is a leak. Owns the search; it runs no program and executes nothing that it finds.
+A deletion is useful only if the answer is nowhere. There are four kinds of identifiers: three consecutive removed lines
+(with any indentation), the digests of the original files, words that only the removed code had (a compiled file keeps
+them), and a name that must not remain. Data that cannot be searched, such as a pack of git objects, counts as a leak.
+Owns the search; it runs no program and executes nothing that it finds.
 """
 
 import ast
@@ -26,53 +26,53 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 WINDOW = 3
-"""Lines in a row that do not agree by chance."""
+"""Consecutive lines that do not match by chance."""
 WINDOW_CHARACTERS = 40
-"""A window with less is idiom rather than answer: ``try:``, ``return None``."""
+"""Minimum characters of a window; a shorter one is an idiom, such as ``try:`` or ``return None``."""
 LINE_CHARACTERS = 24
-"""Length for a body that is shorter than a window: the least that one line must have to be searched for by itself."""
+"""Minimum characters of a line that is searched for alone, where the removed code is shorter than a window."""
 WORD_CHARACTERS = 5
 WORDS = 3
-"""Words of the removed code that must meet in one file to be its trace; fewer if it has no more of its own."""
+"""Words of the removed code in one file that count as a leak; fewer if the code has fewer unique words."""
 DEPTH = 3
-"""Archives in archives that are opened."""
+"""Maximum nesting of archives that are opened."""
 UNPACKED_BYTES = 64 << 20
-"""The most that one file may hold, unpacked."""
+"""Maximum unpacked size of one file."""
 MEMBERS = 10_000
-"""The most that one archive may hold."""
+"""Maximum members of one archive."""
 BYTECODE_SUFFIXES = (".pyc", ".pyo")
 PACKS = (".pack", ".idx", ".bundle")
 UNSEARCHABLE = (b"7z\xbc\xaf\x27\x1c", b"Rar!", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PACK\x00")
-"""First bytes of formats that are not opened here: 7z, RAR, zstandard, LZ4, packs of git."""
+"""First bytes of formats that are not opened: 7z, RAR, zstandard, LZ4, git packs."""
 WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class _Unsearchable(Exception):
-    """Something cannot be looked into."""
+    """Data that cannot be searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedIdentifiers:
-    """Removed texts that must not be found anywhere."""
+    """Removed texts that must not occur anywhere."""
 
     windows: tuple[str, ...] = ()
-    """Lines in a row, each stripped."""
+    """Consecutive lines, each stripped."""
     digests: frozenset[str] = frozenset()
-    """SHA-256 of files as they were."""
+    """SHA-256 of the original files."""
     words: frozenset[bytes] = frozenset()
     """Words that only the removed code had."""
     gone: str = ""
-    """A name that nothing may mention."""
+    """Name that no file may mention."""
     modules: frozenset[str] = frozenset()
-    """Modules no compiled form of which may be there, by the last part of their names."""
+    """Last parts of the names of modules that must have no compiled file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """A trace of what was removed."""
+    """A trace of the removed code."""
 
     place: str
-    """Path in the image; what lies in an archive follows a ``!``."""
+    """Path in the image; the path inside an archive follows a ``!``."""
     what: str
 
     def __str__(self) -> str:
@@ -82,9 +82,9 @@ class Leak:
 def removed_identifiers(
     before: Mapping[str, str], after: Mapping[str, str | None], rest: Iterable[str], *, gone: str = ""
 ) -> RemovedIdentifiers:
-    """The texts that were removed from ``before`` to ``after`` (path → text of the changed files).
+    """The texts that the change from ``before`` to ``after`` removes (path → text of the changed files).
 
-    ``rest`` are the other texts of the package: words that they have, too, tell nothing.
+    ``rest`` are the other texts of the package: words that also occur there are not identifiers.
     """
     removed = {path: _removed(text, after.get(path) or "") for path, text in before.items() if path.endswith(".py")}
     selected = {
@@ -103,7 +103,7 @@ def removed_identifiers(
 
 
 def without_repeated(removed_names: RemovedIdentifiers, texts: Iterable[str]) -> RemovedIdentifiers:
-    """The same without lines that stand in ``texts``, which an agent may read: idioms of a project come again."""
+    """The same without lines that also occur in ``texts``, which an agent may read: projects repeat their idioms."""
     whole = "".join(map(normalised, texts))
     return replace(removed_names, windows=tuple(window for window in removed_names.windows if window not in whole))
 
@@ -116,7 +116,9 @@ def search(tree: Path, removed_names: RemovedIdentifiers, *, prefix: str = "") -
         else None
     )
     for folder, folders, files in os.walk(tree):
-        folders.sort(key=lambda name: (name == ".git", name))  # a place in a file says more than one in an object
+        folders.sort(
+            key=lambda name: (name == ".git", name)
+        )  # a path of a file is more useful than one of a git object
         for name in sorted((*folders, *files)):
             path = Path(folder) / name
             place = prefix + str(path.relative_to(tree))
@@ -148,13 +150,13 @@ def _search_file(
 def _search_data(
     data: bytes, place: str, removed_names: RemovedIdentifiers, gone: "re.Pattern[bytes] | None"
 ) -> Iterator[Leak]:
-    """Search one piece of data that nothing needs unpacking of any more."""
+    """Search data that is already unpacked."""
     if hashlib.sha256(data).hexdigest() in removed_names.digests:
         yield Leak(place=place, what="a file as it was before")
         return
     if gone is not None and gone.search(data):
         yield Leak(place=place, what=f"mentions {removed_names.gone}")
-    if b"\0" in data:  # between words of compiled code stands anything, letters too
+    if b"\0" in data:  # compiled code may have letters beside a word
         words = {word for word in removed_names.words if word in data}
     else:
         words = set(WORD.findall(data)) & removed_names.words
@@ -169,12 +171,12 @@ def _search_data(
 
 
 def normalised(text: str) -> str:
-    """The lines of a text for comparison: stripped, without empty ones, with a start and an end mark."""
+    """The lines of a text for comparison: stripped, without empty lines, between line breaks."""
     return "\n" + "".join(f"{line}\n" for line in map(str.strip, text.splitlines()) if line)
 
 
 def _contents(data: bytes, place: str, depth: int, left: list[int]) -> Iterator[tuple[str, bytes]]:
-    """The data itself, and all that is in it if it is packed. ``left`` is how much may be unpacked."""
+    """The data itself and, if it is packed, its contents. ``left`` holds the bytes that may still be unpacked."""
     left[0] -= len(data)
     if left[0] < 0:
         raise _Unsearchable(f"holds more than {UNPACKED_BYTES >> 20} MiB, unpacked: too much to search")
@@ -187,7 +189,7 @@ def _contents(data: bytes, place: str, depth: int, left: list[int]) -> Iterator[
 
 
 def _unpacked(data: bytes, place: str, limit: int) -> Iterator[tuple[str, bytes]]:
-    """The contents of one layer of packing."""
+    """The contents of data, one level unpacked."""
     if data.startswith(UNSEARCHABLE):
         raise _Unsearchable("is packed in a way that cannot be searched")
     try:
@@ -209,11 +211,11 @@ def _unpacked(data: bytes, place: str, limit: int) -> Iterator[tuple[str, bytes]
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, RuntimeError) as error:
         if "/.git/objects/" in place and "!" not in place:
             raise _Unsearchable(f"an object that cannot be read: {error}") from error
-        return  # it only begins like that; its bytes were searched as they are
+        return  # only the first bytes match the format; the raw bytes were searched
 
 
 def _deflated(data: bytes, limit: int) -> Iterator[tuple[str, bytes]]:
-    """Loose git objects are packed so, without any other head."""
+    """The content of zlib data, the format of loose git objects."""
     unpacker = zlib.decompressobj()
     content = unpacker.decompress(data, limit)
     if unpacker.unconsumed_tail:
@@ -250,7 +252,7 @@ def _tar_members(data: bytes, limit: int) -> Iterator[tuple[str, bytes]]:
 
 
 def _removed(before: str, after: str) -> list[tuple[int, str]]:
-    """Lines of ``before``, with their numbers from 0, that are neither in the head nor in the tail of both texts."""
+    """The removed lines, numbered from 0: those outside the common head and tail that the rest of ``after`` lacks."""
     old, new = before.splitlines(), after.splitlines()
     head = 0
     while head < min(len(old), len(new)) and old[head] == new[head]:
@@ -263,7 +265,7 @@ def _removed(before: str, after: str) -> list[tuple[int, str]]:
 
 
 def _windows(removed: list[tuple[int, str]], before: str) -> Iterator[str]:
-    """Every three lines in a row around or in what was removed; of a shorter text its longest line, if it says much."""
+    """Every three consecutive lines in or around the removed ones; without any, the longest line if long enough."""
     lines = [(number, line.strip()) for number, line in enumerate(before.splitlines()) if line.strip()]
     numbers = {number for number, line in removed if line.strip()}
     window_count = 0
@@ -280,7 +282,7 @@ def _windows(removed: list[tuple[int, str]], before: str) -> Iterator[str]:
 
 
 def _words(before: str, removed: list[tuple[int, str]]) -> set[bytes]:
-    """Names and texts in the removed lines that a compiled file would hold: not those of comments."""
+    """Names and words of strings in the removed lines that a compiled file would contain: no comments."""
     text = "\n".join(line for _, line in removed)
     numbers = {number + 1 for number, _ in removed}
     code: set[str] = set()

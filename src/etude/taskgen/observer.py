@@ -1,18 +1,17 @@
-"""The observer that runs inside of a sandbox while a package is examined: tests in forks of one process, and who called
-what.
+"""Observer inside a sandbox: runs a package's tests in forks of one process and records which functions they call.
 
     stdin: JSON request ──▶ preload pytest ──▶ for each step: write files, fork, run, put the files back ──▶ report file
 
-The text of this file is sent along with each command, so it imports nothing of étude and only what Python 3.8 has. A
-fork per step saves the start of Python and pytest, and keeps what one run imported from the next. It watches the tests
-of packages while tasks are made, before any agent has been there: it measures, it does not guard. The report is the
-base64 of packed JSON, so that it can be read as a text of bounded size.
+Each command includes the text of this file, so it imports nothing from étude and supports Python 3.8. A fork per step
+saves the start of Python and pytest and isolates the imports of the runs. It examines packages while tasks are made,
+before any agent has access: it measures, it does not guard. The report is compressed JSON in base64, so that it can be
+read as text of bounded size.
 
 A request has ``report`` (a path), ``options`` of pytest, and ``steps``. A step has ``files`` (path → text, or null for
-none), which are put back afterwards unless ``keep``; then either ``calls`` of one function (``module``, ``function``,
-``calls``) or tests: ``targets`` (paths), ``ids`` (null: all, or those that ``named``, path → functions and classes,
-says, and so many ``others``), ``seed`` (0: as they come), ``watch`` (path → lines of functions to watch; empty: none),
-``record`` (of these, those whose arguments are wanted); and ``timeout_s``.
+no file), which are restored afterwards unless ``keep``; then either ``calls`` of one function (``module``,
+``function``, ``calls``) or tests: ``targets`` (paths), ``ids`` (null: all, or those in ``named``, path → functions and
+classes, plus the number of ``others``), ``seed`` (0: original order), ``watch`` (path → lines of functions to watch;
+empty: none), ``record`` (the watched functions whose arguments are recorded); and ``timeout_s``.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from pathlib import Path
 from typing import Any
 
 MESSAGE_CHARACTERS = 300
-"""Most characters of a failing test's message."""
+"""Maximum characters of a failing test's message."""
 CALLS = 60
-"""Different calls that are recorded of one function."""
+"""Maximum different calls that are recorded per function."""
 CALL_CHARACTERS = 600
-"""Most bytes of the arguments of one call, as JSON."""
+"""Maximum characters of one call's arguments as JSON."""
 ATTEMPTS = 600
-"""Calls of one function that are looked at."""
+"""Maximum calls per function that are examined."""
 WORST = ("passed", "skipped", "failed", "error")
-"""Outcomes; of several reports on one test the worst counts."""
+"""Outcomes in ascending order; a test with several reports gets the worst."""
 
 
 class Observer:
-    """A pytest plugin that records passed tests, their durations and the functions that each reached."""
+    """A pytest plugin that records the tests' outcomes and durations and the functions that each reached."""
 
     def __init__(self, step: dict[str, Any]) -> None:
         self.step = step
@@ -64,7 +63,7 @@ class Observer:
         self._recorded = {f"{path}:{line}" for path, lines in step.get("record", {}).items() for line in lines}
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        """Keep the tests that were asked for, in the order of the seed: files are shuffled, then tests in each."""
+        """Select the requested tests and order them by the seed: shuffle the groups, then the tests in each."""
         ids, named = self.step.get("ids"), self.step.get("named")
         if ids is not None:
             self.select(config, items, set(ids))
@@ -84,42 +83,42 @@ class Observer:
             items[:] = [item for group in ordered for item in group]
 
     def select(self, config: Any, items: list[Any], ids: set[str]) -> None:
-        """Leave all tests out but some."""
+        """Deselect all tests except ``ids``."""
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ids])
         items[:] = [item for item in items if item.nodeid in ids]
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A file that could not be collected."""
+        """Record a file that could not be collected."""
         if report.failed:
             self.errors.append([report.nodeid, str(report.longrepr)[-1000:]])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """From here on functions are reached by this test."""
+        """Attribute the functions reached from now on to this test."""
         self._owner = self._test = nodeid
         self._file = nodeid.partition("::")[0]
         self._seen.clear()
 
     def pytest_runtest_logfinish(self) -> None:
-        """From here on functions are reached by no test."""
+        """Attribute the functions reached from now on to no test."""
         self._owner = ""
         self._seen.clear()
 
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> None:
-        """Credit the reach of a fixture of a wider scope: it counts for all the tests that share it.
+        """Attribute the functions that a fixture of a wider scope reaches to all tests that share it.
 
-        Those that it needs were set up before, so that the last one to be announced is the one that runs.
+        The fixtures that it needs are set up before, so the last fixture announced is the one that runs.
         """
         shared = {"class": self._file, "module": self._file, "package": "", "session": ""}
         self._owner = shared.get(fixturedef.scope, self._test)
         self._seen.clear()
 
     def pytest_runtest_call(self, item: Any) -> None:
-        """The fixtures are there: the test itself begins."""
+        """Attribute functions to the test itself, whose fixtures are ready."""
         self._owner = item.nodeid
         self._seen.clear()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """One phase of one test."""
+        """Record one phase of one test."""
         outcome = report.outcome
         if getattr(report, "wasxfail", None) is not None:
             outcome = "skipped"
@@ -132,7 +131,7 @@ class Observer:
             by_name[2] = message_of(report)[:MESSAGE_CHARACTERS] if outcome != "skipped" else ""
 
     def profile(self, frame: Any, event: str, argument: object) -> None:
-        """Called by the interpreter whenever a function begins or ends."""
+        """Record a function call; the interpreter calls this when any function begins or ends."""
         if event != "call":
             return
         code = frame.f_code
@@ -150,7 +149,7 @@ class Observer:
             self.record(name, frame)
 
     def record(self, name: str, frame: Any) -> None:
-        """Keep the arguments of a call, if they are plain."""
+        """Record the arguments of a call if they are plain."""
         calls = self.calls.setdefault(name, set())
         attempts = self._attempts[name] = self._attempts.get(name, 0) + 1
         if len(calls) >= CALLS or attempts > ATTEMPTS:
@@ -169,7 +168,7 @@ class Observer:
                 calls.add(text)
 
     def report(self) -> dict[str, Any]:
-        """All that was seen."""
+        """All observations of this run."""
         return {
             "tests": self.tests,
             "errors": self.errors,
@@ -179,7 +178,7 @@ class Observer:
 
 
 def is_in(test: str, named: dict[str, list[str]]) -> bool:
-    """Return true if the function of a test, or its class, is one of those that are named of its file."""
+    """Return true if ``named`` lists a test's function or class for its file."""
     path, *places = test.partition("[")[0].split("::")
     return not set(named.get(path, ())).isdisjoint(places)
 
@@ -192,7 +191,7 @@ def message_of(report: Any) -> str:
 
 
 def is_plain(value: object, depth: int = 8) -> bool:
-    """Return true if JSON can carry a value as it is: no tuple, no subclass, nothing deep."""
+    """Return true if JSON can represent a value exactly: no tuple, no subclass, no deep nesting."""
     kind = type(value)
     if kind is list:
         return depth > 0 and all(is_plain(item, depth - 1) for item in value)  # type: ignore[attr-defined]  # a list
@@ -220,7 +219,7 @@ def run_tests(step: dict[str, Any], options: list[str]) -> dict[str, Any]:
 
 
 class Caught:
-    """Catches everything that an untrusted function raises, ``SystemExit`` included, and keeps its name."""
+    """Context that catches everything an untrusted function raises, even ``SystemExit``, and stores its name."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -234,7 +233,7 @@ class Caught:
 
 
 def run_calls(step: dict[str, Any]) -> dict[str, Any]:
-    """Call one function; returns for each call whether its result is plain JSON, and the result."""
+    """Call one function; return per call a flag, true if its result is plain JSON, and the result or a name."""
     function: Any = None
     with Caught() as loading:
         __import__(step["module"])
@@ -278,7 +277,7 @@ def run_step(step: dict[str, Any], options: list[str], number: int, folder: Path
 
 
 def in_fork(step: dict[str, Any], options: list[str], path: Path, log: Path) -> None:
-    """Run one step in the forked process, write its result to a file, and end."""
+    """Run one step in the forked process, write its result to a file, and exit."""
     os.setsid()
     nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(nothing, 0)
@@ -292,7 +291,7 @@ def in_fork(step: dict[str, Any], options: list[str], path: Path, log: Path) -> 
 
 
 def wait(child: int, deadline: float) -> str:
-    """Wait for a fork to end; returns how it was ended, in a word, or nothing for a normal end."""
+    """Wait for a fork to exit; return ``timeout`` or the signal that ended it, or an empty string."""
     ended = ""
     pause = 0.001
     while True:
@@ -306,7 +305,7 @@ def wait(child: int, deadline: float) -> str:
             break
         time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
-    kill(child, signal.SIGKILL)  # what it left running
+    kill(child, signal.SIGKILL)  # processes that it left running
     return ended or (f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "")
 
 
@@ -317,12 +316,12 @@ def kill(group: int, number: int) -> None:
 
 
 def read(file: Path) -> bytes | None:
-    """Read a file's bytes, if it exists."""
+    """A file's bytes, or ``None`` if there is no file."""
     return file.read_bytes() if file.exists() else None
 
 
 def write(file: Path, data: bytes | None) -> None:
-    """Write a file with these bytes, or remove it."""
+    """Write the bytes to a file; remove the file for ``None``."""
     if data is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
@@ -331,7 +330,7 @@ def write(file: Path, data: bytes | None) -> None:
 
 
 def preload() -> None:
-    """Import, once, the modules that every pytest run needs."""
+    """Import the modules that every pytest run needs, once."""
     import _pytest.config
 
     for name in _pytest.config.default_plugins:

@@ -2,8 +2,7 @@
 
     texts ──▶ project ──▶ layer of dependencies ──▶ runs of the tests, in several orders ──▶ survey
 
-Waits for pip and for runs of the tests, each with a deadline. What the runs came to is decided in
-:mod:`~etude.taskgen.survey`.
+Waits for pip and for runs of the tests, each with a deadline. :mod:`~etude.taskgen.survey` evaluates the runs.
 """
 
 import asyncio
@@ -36,21 +35,21 @@ from etude.taskgen.validator import SANDBOX_TTL_S, PreparedRepository
 from etude.tasks.repositories.folder import PackageFolder
 
 PINS_FILE = "requirements.txt"
-"""File of a package's folder that says what was installed."""
+"""File in a package's folder that lists the installed packages."""
 REPAIRS = 3
-"""Rounds in which what turned out to be missing is installed, too."""
+"""Maximum installations per list of requirements, each with the modules that the run before lacked."""
 RUNS = 3
-"""Runs of the unchanged tests that must agree, the first as they come, the others shuffled."""
+"""Runs of the unchanged tests that must agree: the first in the original order, the others shuffled."""
 RUN_TIMEOUT_S = 300.0
 WATCHED_SLACK = 6.0
-"""Factor by which a run under observation may be slower."""
+"""Factor by which an observed run may be slower."""
 ASK_PYTHON = "import sys; print('%d.%d' % sys.version_info[:2])"
 FIND_COPIES = """
 find / \\( -path /proc -o -path /sys -o -path /dev -o -path {work} -o -path {site} -o -path /tmp \\) -prune -o \\
   \\( {names} \\) -print 2>/dev/null | head -5
 """
 LIMITS = SandboxLimits(memory_bytes=2 << 30, processes=256)
-"""For runs of whole suites."""
+"""Limits for runs of whole test suites."""
 Say = Callable[[str], None]
 
 
@@ -59,12 +58,12 @@ class Settings:
     """Options of a package's preparation."""
 
     base: str = ""
-    """The stored base system that tasks are over; empty: the provider's own."""
+    """Stored base system of the tasks' images; empty: the provider's default."""
     before: str = ""
-    """A date: nothing that was uploaded to an index later is installed."""
+    """Date; packages uploaded to an index later are not installed."""
     seed: int = 0
     timeout_s: float = RUN_TIMEOUT_S
-    """For one run of all tests."""
+    """Timeout of one run of all tests."""
 
 
 class Preparation:
@@ -78,7 +77,7 @@ class Preparation:
         settings: Settings,
         installer: Installer | None = None,
     ) -> None:
-        """``installer`` is asked where what the files say cannot be installed, or no test passes with it."""
+        """``installer`` runs if the listed requirements cannot be installed, or if no test passes with them."""
         self._installer = installer
         self._provider = provider
         self._store = store
@@ -88,9 +87,9 @@ class Preparation:
     async def bench(
         self, tree: Path, project: Project, texts: Mapping[str, str], scratch: Path, *, say: Say
     ) -> PreparedRepository:
-        """Install, survey and look for copies; ``scratch`` is an empty folder for what only this needs.
+        """Install requirements, survey tests and check for copies; ``scratch`` is an empty folder for temporary files.
 
-        Raises :class:`~etude.taskgen.failures.RepositoryError` with what is wrong, and
+        Raises :class:`~etude.taskgen.failures.RepositoryError` with the reason, and
         :class:`~etude.errors.SandboxError`.
         """
         variables = environment(project)
@@ -117,14 +116,16 @@ class Preparation:
         )
 
     async def site(self, tree: Path, project: Project, texts: Mapping[str, str], scratch: Path, *, say: Say) -> str:
-        """Install what a project and its tests need; returns the digest of the layer. Raises like :meth:`bench`."""
+        """Install the requirements of a project and its tests; return the layer's digest. Raises like :meth:`bench`."""
         pristine = await self._pristine(tree, scratch)
         installed, _ = await self._installed(project, texts, scratch, pristine, say)
         return await asyncio.to_thread(self._store.add_layer, installed)
 
     async def site_again(self, project: Project, texts: Mapping[str, str], scratch: Path) -> str | None:
-        """Install the very packages that :meth:`site` once installed, without looking at the tests; ``None`` where the
-        folder does not say which. Raises :class:`~etude.taskgen.failures.InstallError`.
+        """Install exactly the packages that an earlier :meth:`site` installed, without a run of the tests.
+
+        Returns the layer's digest, or ``None`` if the folder does not list the packages. Raises
+        :class:`~etude.taskgen.failures.InstallError`.
         """
         pins = (self._folder.read(PINS_FILE) or b"").decode().split()
         if not pins:
@@ -137,7 +138,7 @@ class Preparation:
         return await asyncio.to_thread(self._store.add_layer, layer)
 
     async def _pristine(self, tree: Path, scratch: Path) -> Path:
-        """The layer of the unchanged package, in a store that is thrown away."""
+        """The layer of the unchanged package, in a temporary store."""
         with_project = scratch / "pristine"
         await asyncio.to_thread(copy_clean, tree, with_project / WORKDIR.strip("/"), {})
         private = ImageStore(scratch / "private")
@@ -146,7 +147,7 @@ class Preparation:
     async def _installed(
         self, project: Project, texts: Mapping[str, str], scratch: Path, pristine: Path, say: Say
     ) -> tuple[Path, RunObservation]:
-        """By what the files say; where that does not make a test pass, by the installer, if there is one."""
+        """Install the listed requirements; if no test passes with them, use the installer, if there is one."""
         try:
             installed, first = await self._install(project, texts, scratch, pristine, say)
             if self._installer is None or score(first)[0] > 0:
@@ -180,7 +181,7 @@ class Preparation:
     async def _install(
         self, project: Project, texts: Mapping[str, str], scratch: Path, pristine: Path, say: Say
     ) -> tuple[Path, RunObservation]:
-        """Try lists of requirements, and add what turns out to be missing, until the tests can be collected."""
+        """Try lists of requirements, and add missing modules, until the tests can be collected."""
         python = await self._python()
         last: InstallError | None = None
         for number, requirements in enumerate(attempts(project)):
@@ -206,7 +207,7 @@ class Preparation:
                     break
                 say(f"missing: {', '.join(missing)}")
                 requirements = (*requirements, *missing)
-            if installed is not None:  # what is missing yet cannot be had, or is the tests' own
+            if installed is not None:  # modules still missing are unavailable, or belong to the tests
                 layer, run, pins = installed
                 self._folder.write(PINS_FILE, "".join(f"{pin}\n" for pin in pins).encode())
                 return layer, run
@@ -230,7 +231,7 @@ class Preparation:
     async def _survey(
         self, sandbox: Sandbox, project: Project, texts: Mapping[str, str], first: RunObservation, say: Say
     ) -> Survey:
-        survey_of([first], first)  # what no run would mend is told at once
+        survey_of([first], first)  # raises at once for errors that more runs cannot fix
         runs = [first]
         for number in range(1, RUNS):
             run = TestRun(targets=project.tests, seed=self._settings.seed + number, timeout_s=self._settings.timeout_s)
@@ -259,7 +260,7 @@ class Preparation:
         return survey
 
     async def _refuse_copies(self, sandbox: Sandbox, project: Project) -> None:
-        """Refuse a base system in which the package lies already."""
+        """Reject a base system that already has the package."""
         names = [f"-path '*-packages/{name}' -o -path '*-packages/{name}.py'" for name in project.modules]
         script = FIND_COPIES.format(work=WORKDIR, site=SITE, names=" -o ".join(names))
         result = await sandbox.exec(["sh", "-c", script], timeout_s=120.0)

@@ -1,8 +1,7 @@
 """A Python project's packages, requirements and tests, read from its files.
 
-Pure: texts in, a :class:`Project` out. Nothing of the project is run, so what only running it would tell
-(requirements that ``setup.py`` computes) is not known here; the installer may find it out
-(:mod:`~etude.taskgen.installer`).
+Pure: texts in, a :class:`Project` out. No code of the project runs, so facts that need a run (requirements that
+``setup.py`` computes) are missing here; the installer may find them (:mod:`~etude.taskgen.installer`).
 """
 
 import ast
@@ -24,14 +23,14 @@ NOT_PACKAGES = frozenset(
         *("scripts", "tools", "dev", "ci", "requirements", "build", "dist", "bin", "perf", "changelog.d"),
     }
 )
-"""Folders beside a package that are none of it."""
+"""Folders beside a package that do not belong to it."""
 NOT_MODULES = frozenset(
     {"setup.py", "conftest.py", "noxfile.py", "versioneer.py", "tasks.py", "fabfile.py", "prebuild.py"}
 )
 ONE_MODULE = frozenset({"test.py", "tests.py"})
-"""Names of a module with all tests, beside a package or in a folder of tests; elsewhere they may mean anything."""
+"""Names of a module with all tests, beside a package or in a folder of tests; elsewhere the names are ambiguous."""
 TEST_EXTRAS = ("test", "tests", "testing", "dev", "develop")
-"""Names of extras and dependency groups for tests, the likeliest first."""
+"""Names of extras and dependency groups for tests, the most likely first."""
 REQUIREMENT_FILES = (
     *("requirements/tests.txt", "requirements/test.txt", "tests/requirements.txt", "requirements-test.txt"),
     *("requirements-tests.txt", "test-requirements.txt", "test_requirements.txt", "requirements_test.txt"),
@@ -61,44 +60,44 @@ NOT_NEEDED = frozenset(
         ),
     }
 )
-"""Tools for people, which tests pass without."""
+"""Developer tools that tests do not need."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 PROJECT_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-"""Pattern of a project's name; a folder gets this name, so it must not be a path."""
+"""Pattern of a project's name, which is also a folder's name, so it must not be a path."""
 LICENCE_CHARACTERS = 80
-"""A longer text is the licence itself, not its name."""
+"""Maximum characters of a licence's name; a longer text is the licence itself."""
 KEPT_OPTIONS = ("--import-mode", "--asyncio-mode")
-"""The project's own options of pytest that decide whether a test runs at all."""
+"""The project's own pytest options that determine if a test runs at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Project:
-    """A Python project, as its files describe it."""
+    """A Python project as described by its files."""
 
     name: str
     version: str
     root: str
-    """The folder that is put on Python's path, relative to the project: ``src`` or ``.``."""
+    """Folder to add to Python's path, relative to the project: ``src``, ``lib`` or ``.``."""
     sources: tuple[str, ...]
     """Its packages and modules: folders and files, relative to the project."""
     tests: tuple[str, ...]
     """Files and folders with tests."""
     requirements: tuple[str, ...]
-    """Its requirements, as pip takes them."""
+    """Its requirements, in pip's format."""
     test_requirements: tuple[str, ...]
-    """Requirements of its tests beside those."""
+    """Additional requirements of its tests."""
     options: tuple[str, ...]
     """Options of pytest."""
     licence: str = ""
-    """Licence that it states: an SPDX expression, or a name."""
+    """Stated licence: an SPDX expression or a name."""
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Modules that are imported: the names at the top."""
+        """Importable top-level names."""
         return tuple(PurePosixPath(path).stem for path in self.sources)
 
     def module(self, path: str) -> str:
-        """The dotted name by which a file of the project is imported."""
+        """The dotted name to import a file of the project."""
         inner = PurePosixPath(path).relative_to(self.root).with_suffix("")
         parts = inner.parts[:-1] if inner.name == "__init__" else inner.parts
         return ".".join(parts)
@@ -112,7 +111,7 @@ class Project:
         )
 
     def is_source(self, path: str) -> bool:
-        """Return true if a file belongs to the packages, and not to tests in them."""
+        """Return true if a file belongs to the packages, but not to tests in them."""
         place = PurePosixPath(path)
         roots = [PurePosixPath(root) for root in self.sources]
         return any(place == root or root in place.parents for root in roots) and not self.is_test(path)
@@ -121,8 +120,8 @@ class Project:
 def read_project(files: Mapping[str, str]) -> Project:
     """Read a project from its texts, by path.
 
-    Raises :class:`~etude.taskgen.failures.SourceError` when there is no package, or none by a name
-    that indexes would take, and :class:`~etude.taskgen.failures.NoTestsError` when there is no test.
+    Raises :class:`~etude.taskgen.failures.SourceError` if there is no package or its name is not valid on an index,
+    and :class:`~etude.taskgen.failures.NoTestsError` if there is no test.
     """
     pyproject = _toml(files.get("pyproject.toml", ""))
     settings = _ini(files.get("setup.cfg", ""))
@@ -147,7 +146,7 @@ def read_project(files: Mapping[str, str]) -> Project:
 
 
 def is_test_file(path: str) -> bool:
-    """Return true if pytest collects tests from a file of this name, some only if it is given the file itself."""
+    """Return true if pytest collects tests from a file of this name, perhaps only if the file itself is a target."""
     place = PurePosixPath(path)
     if place.name in ONE_MODULE:
         return place.parent.name in ("", "test", "tests")
@@ -161,7 +160,7 @@ def bare_name(requirement: str) -> str:
 
 
 def _project_name(name: object) -> str:
-    """The name of a project, if it is one that indexes would take: folders of tasks are called by it."""
+    """The name of a project, stripped; an invalid one raises an error, since folders of tasks have this name."""
     if not isinstance(name, str) or not PROJECT_NAME.fullmatch(name.strip()):
         raise SourceError(
             f"{name!r} is not a valid project name: write letters, digits, '.', '-' and '_', the first and the last a "
@@ -171,7 +170,7 @@ def _project_name(name: object) -> str:
 
 
 def _licence(info: Message, table: Mapping[str, Any]) -> str:
-    """An expression of SPDX, else the classifier's name, else a short text."""
+    """The SPDX expression, else the classifier's name, else a short text."""
     classifiers = [line.rpartition(" :: ")[2] for line in info.get_all("Classifier") or () if "License ::" in line]
     stated = [info.get("License-Expression"), *classifiers, table.get("license"), info.get("License")]
     texts = (text.strip() for text in stated if isinstance(text, str))
@@ -212,7 +211,7 @@ def _packages(files: Mapping[str, str], root: str) -> Iterator[str]:
 def _tests(
     files: Mapping[str, str], pyproject: Mapping[str, Any], settings: Mapping[str, Mapping[str, str]]
 ) -> tuple[str, ...]:
-    """Folders and files that pytest shall look through."""
+    """Folders and files in which pytest collects tests."""
     named = _pytest_table(pyproject).get("testpaths") or settings.get("tool:pytest", {}).get("testpaths") or ""
     requested = _texts(named) if isinstance(named, list) else str(named).split()
     test_files = [path for path in files if is_test_file(path)]
@@ -260,7 +259,7 @@ def _test_requirements(
     pyproject: Mapping[str, Any],
     settings: Mapping[str, Mapping[str, str]],
 ) -> Iterator[str]:
-    """From the first place that says what tests need, without the tools that they pass without."""
+    """The requirements in the first place that lists any for tests, without tools that tests do not need."""
     extras = _table(_table(pyproject, "project"), "optional-dependencies")
     groups = _table(pyproject, "dependency-groups")
     places: list[list[str]] = []
@@ -279,7 +278,7 @@ def _test_requirements(
 def _options(
     pyproject: Mapping[str, Any], settings: Mapping[str, Mapping[str, str]], files: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The project's own options are put aside but for a few: most want plug-ins or reports that no grader needs."""
+    """Options of pytest with few of the project's own: most need plug-ins or reports that no grader needs."""
     ini = _ini(files.get("pytest.ini", "")).get("pytest", {}) or _ini(files.get("tox.ini", "")).get("pytest", {})
     own = (
         _pytest_table(pyproject).get("addopts")
@@ -297,7 +296,7 @@ def _pytest_table(pyproject: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _table(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The table of a name; an empty one where there is none, or a value of another kind."""
+    """The table of a name; empty if there is none or the value is not a table."""
     table = tree.get(name)
     return table if isinstance(table, dict) else {}
 
@@ -307,7 +306,7 @@ def _texts(lines: object) -> list[str]:
 
 
 def _lines(text: str) -> list[str]:
-    """The requirements in a text of one a line; options, comments, hashes and conditions of tox are left out."""
+    """The requirements in a text, one per line, without options, comments, hashes and conditions of tox."""
     stripped = (re.split(r"\s#|\s--hash|\s\\", line.strip())[0].strip() for line in text.splitlines())
     return [line for line in stripped if NAME.match(line) and not re.match(r"[\w,{}!-]+:\s", line)]
 
@@ -324,12 +323,12 @@ def _ini(text: str) -> Mapping[str, Mapping[str, str]]:
     try:
         parser.read_string(text)
     except configparser.Error:
-        return {}  # tox.ini may hold what only tox understands
+        return {}  # tox.ini may have syntax that only tox understands
     return {section: {key: value or "" for key, value in parser.items(section)} for section in parser.sections()}
 
 
 def _setup_call(text: str) -> Mapping[str, ast.expr]:
-    """The arguments by which ``setup.py`` calls ``setup``."""
+    """The keyword arguments with which ``setup.py`` calls ``setup``."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):

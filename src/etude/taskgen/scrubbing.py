@@ -1,10 +1,10 @@
 """Clean copies of a package for agents: no leftovers of earlier runs, and a history of one commit.
 
-Owns what counts as a leftover. That nothing got through is proved by searching the result
-(:mod:`~etude.taskgen.leaks`), not by trusting this list.
+Owns the definition of a leftover. A search of the result (:mod:`~etude.taskgen.leaks`) verifies that none remains; this
+list alone is not trusted.
 
-Owns how git is run, too. Files that a stranger packed may name a repository, and its settings may name programs; so
-git is told which repository and which work tree it works on, both ours, and reads no settings but those it is given.
+Also owns how git runs. Files from a third party may name a repository, and its settings may name programs. Therefore
+git receives our own repository and work tree explicitly and reads only the settings given here.
 """
 
 import os
@@ -33,19 +33,19 @@ LEFT_FOLDERS = frozenset(
         ),
     }
 )
-"""Names of folders with history, caches or copies, wherever they are, in lower case. A file of such a name is
-left as well: a file ``.git`` says where a repository is, with settings that name programs to run."""
+"""Names, in lower case, of folders with history, caches or copies, at any depth. Files of these names are
+left out as well: a file ``.git`` points to a repository, whose settings may name programs to run."""
 LEFT_TOP_FOLDERS = frozenset({"build", "dist", "_build", "sdist", "wheelhouse"})
-"""Folders that hold copies when they lie at the top."""
+"""Folders that contain copies if they are at the top level."""
 LEFT_FILES = re.compile(
     r".*\.(pyc|pyo|pyd|orig|rej|bak|swp|swo|whl|egg|cover|prof|gcov|gcda|gcno|patch|diff)"
     r"|.*~|PKG-INFO|SOURCES\.txt|\.coverage(\..*)?|coverage\.(xml|json)|\.DS_Store|\.#.*|#.*#|lastfailed|nodeids"
     r"|\.dmypy\.json"
 )
 LEFT_SUFFIXES = (".egg-info", ".dist-info", ".egg-link")
-"""Names that end so are records of an installation."""
+"""Suffixes of an installation's records."""
 FILE_BYTES = 16 << 20
-"""A larger file is left out: no package of programs needs one, and it would have to be searched."""
+"""Maximum file size; a larger file is left out, since no package needs one and it would have to be searched."""
 IDENTITY = {
     "GIT_AUTHOR_NAME": "maintainer",
     "GIT_AUTHOR_EMAIL": "maintainer@localhost",
@@ -60,25 +60,23 @@ IDENTITY = {
     "GIT_NO_LAZY_FETCH": "1",
     "LC_ALL": "C",
 }
-"""Author of commits, the same for all, so that equal files make equal layers; settings of this machine play no part."""
+"""Fixed author of commits, so that equal files make equal layers, and no settings of this machine."""
 SAFE_OPTIONS = (
     *("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "protocol.ext.allow=never"),
     *("-c", "core.attributesFile=/dev/null", "-c", "commit.gpgSign=false", "-c", "tag.gpgSign=false"),
 )
-"""Settings by which git runs no other program."""
+"""Settings that prevent git from running other programs."""
 COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 CONFIG = {
     40: "[core]\n\trepositoryformatversion = 0\n\tbare = true\n",
     64: "[core]\n\trepositoryformatversion = 1\n\tbare = true\n[extensions]\n\tobjectFormat = sha256\n",
 }
-"""Settings of a repository by the length of its commits' names: of SHA-1, of SHA-256."""
+"""Length of a commit's name (SHA-1, SHA-256) → settings of a repository."""
 GIT_TIMEOUT_S = 120.0
 
 
 def is_leftover(path: str, *, is_folder: bool) -> bool:
-    """Return true if a file or folder of a project, by its path in it, is something that a run or an author left
-    behind.
-    """
+    """Return true if a run or an author left a file or folder behind; ``path`` is relative to the project."""
     place = PurePosixPath(path)
     if place.name.endswith(LEFT_SUFFIXES) or place.name.casefold() in LEFT_FOLDERS:
         return True
@@ -88,7 +86,9 @@ def is_leftover(path: str, *, is_folder: bool) -> bool:
 
 
 def clean_files(source: Path) -> Iterator[str]:
-    """The paths of the plain files below ``source`` that are no leftovers, sorted; links are not followed nor kept."""
+    """The sorted paths of the plain files below ``source`` that are not leftovers; links are neither followed nor
+    included.
+    """
     for folder, folders, files in os.walk(source):
         inner = Path(folder).relative_to(source)
         folders[:] = sorted(
@@ -106,7 +106,7 @@ def clean_files(source: Path) -> Iterator[str]:
 def copy_clean(source: Path, target: Path, changed: Mapping[str, str | None]) -> None:
     """Copy the clean files of ``source`` into the new folder ``target``, with some replaced or left out.
 
-    Files are copied without times, so that these tell nothing.
+    Files are copied without their times, which could reveal information.
     """
     target.mkdir(parents=True)
     for path in clean_files(source):
@@ -123,11 +123,11 @@ def copy_clean(source: Path, target: Path, changed: Mapping[str, str | None]) ->
 
 
 def commit_all(tree: Path) -> None:
-    """Make ``tree`` a git repository with one commit, nothing packed.
+    """Make ``tree`` a git repository with one commit and no packed objects.
 
-    The same files always make the same bytes: the index holds no times. Raises
-    :class:`~etude.taskgen.failures.SourceError` when git is missing or fails, or when anything in
-    ``tree`` names a repository already.
+    The same files always give the same bytes: the index has no times. Raises
+    :class:`~etude.taskgen.failures.SourceError` if git is missing or fails, or if ``tree`` already contains a
+    repository or a reference to one.
     """
     for folder, folders, files in os.walk(tree):
         for name in (*folders, *files):
@@ -142,9 +142,9 @@ def commit_all(tree: Path) -> None:
 
 
 def git(tree: Path, *arguments: str) -> str:
-    """Run git on the repository that :func:`commit_all` made of ``tree``, and return what it printed.
+    """Run git on the repository that :func:`commit_all` created in ``tree``, and return its output.
 
-    It looks for no other one, runs no hooks, and knows no settings of this machine. Raises
+    Git searches for no other repository, runs no hooks, and reads no settings of this machine. Raises
     :class:`~etude.taskgen.failures.SourceError`.
     """
     place = tree.absolute()
@@ -152,10 +152,9 @@ def git(tree: Path, *arguments: str) -> str:
 
 
 def read_repository(repository: Path, *arguments: str) -> str:
-    """Run a reading command of git on the head and the objects of somebody's repository, bare or not, and return what
-    it printed.
+    """Run a read-only git command on the head and objects of an untrusted repository, bare or not; return its output.
 
-    Its own settings are not read: they can name programs for filters of files, signatures, or objects that are missing.
+    The repository's own settings are not read: they can name programs for file filters, signatures or missing objects.
     Raises :class:`~etude.taskgen.failures.SourceError`.
     """
     with tempfile.TemporaryDirectory(prefix="etude-git-") as name:
@@ -167,7 +166,7 @@ def read_repository(repository: Path, *arguments: str) -> str:
 
 
 def _view(repository: Path, folder: Path) -> None:
-    """Make a repository in an empty folder that has the objects of another one and its head, detached."""
+    """Create a repository in an empty folder with the objects and the detached head of another one."""
     place = repository / GIT if (repository / GIT).exists() else repository
     if place.is_file():  # a work tree of another repository
         place = repository / place.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
@@ -189,7 +188,7 @@ def _view(repository: Path, folder: Path) -> None:
 
 
 def _head(place: Path, shared: Path) -> str:
-    """The commit that a repository's head is at; its branches are in the folder ``shared``."""
+    """The commit of a repository's head; its branches are in the folder ``shared``."""
     head = (place / "HEAD").read_text(encoding="utf-8").strip()
     if not head.startswith("ref:"):
         return head
@@ -202,7 +201,7 @@ def _head(place: Path, shared: Path) -> str:
 
 
 def clone(url: str, target: Path, *, timeout_s: float) -> None:
-    """Clone the newest commit at ``url`` into the new folder ``target``, without hooks and this machine's settings.
+    """Clone the newest commit at ``url`` into the new folder ``target``, without hooks or this machine's settings.
 
     Raises :class:`~etude.taskgen.failures.SourceError`.
     """

@@ -1,12 +1,12 @@
-"""Lists the source distributions of a project on pip's indexes, or fetches some; a script that runs nothing of them.
+"""Script that lists or fetches source distributions of a project on pip's indexes, without executing any of them.
 
-    source_index.py list NAME                          prints the versions, newest first, a line each
-    source_index.py fetch NAME FOLDER VERSION...       writes FOLDER/VERSION/ARCHIVE for each that can be had
+    source_index.py list NAME                          prints the versions, newest first, one per line
+    source_index.py fetch NAME FOLDER VERSION...       writes FOLDER/VERSION/ARCHIVE for each available version
 
-``pip download`` asks a project's build program for its metadata, with all that the program needs installed first: that
-takes a minute of a busy machine, executes what was fetched, and fails on old releases. This ends at the archive, whose
-digest is that of the index. Indexes, proxies, certificates and passwords are those of pip's own settings, since its own
-finder and session are used. Imports nothing of étude, and none of pip but to use it as a script.
+``pip download`` runs a project's build program for its metadata and first installs what that program needs: this takes
+a minute on a busy machine, executes the fetched code, and fails on old releases. This script only fetches the archive
+and compares its digest with the index. Indexes, proxies, certificates and passwords come from pip's settings, since the
+script uses pip's own finder and session. Imports nothing from étude, and pip only when it runs as a script.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 BYTES = 256 << 20
-"""A larger archive is not fetched."""
+"""Maximum size of a fetched archive."""
 
 
 class SourceIndex:
     """The source distributions of one project, by version."""
 
     def __init__(self, command: Any, name: str) -> None:
-        """``command`` is pip's ``download``, in its context."""
+        """``command`` is pip's ``download`` command, within its main context."""
         options, _ = command.parse_args(["--no-binary", name, name])
         self._session = command.get_default_session(options)
         finder = command._build_package_finder(options, self._session, ignore_requires_python=True)
@@ -31,7 +31,7 @@ class SourceIndex:
         self.links = {each.version: each.link for each in candidates if not each.link.is_yanked}
 
     def fetch(self, version: Any, folder: Path) -> str:
-        """Write the archive of a version into a new folder; returns why that cannot be done, or nothing."""
+        """Write the archive of a version into a new folder; return the reason for a failure, or an empty string."""
         link = self.links.get(version)
         if link is None:
             return "no index has its source"
@@ -51,7 +51,7 @@ class SourceIndex:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """List or fetch; the exit status is 1 where a version could not be had."""
+    """List or fetch; the exit status is 1 if the index fails or a version is unavailable."""
     from pip._internal.commands import create_command
     from pip._internal.exceptions import PipError
     from pip._vendor.packaging.version import Version

@@ -1,8 +1,8 @@
 """Sources of repositories: a folder, a git repository, a source distribution, or one on a package index.
 
-Owns the way to a plain folder with the project at its top. Archives are unpacked without leaving the folder; git runs
-without hooks. Of an index an archive comes by the settings of this machine's pip (:mod:`etude.taskgen.source_index`),
-and no program of it is run.
+Owns the conversion of each source to a plain folder with the project at its top. Archives cannot write outside the
+folder; git runs without hooks. An archive from an index is fetched with the settings of this machine's pip
+(:mod:`etude.taskgen.source_index`), and none of its programs runs.
 """
 
 import os
@@ -23,20 +23,20 @@ ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 FETCH_TIMEOUT_S = 600.0
 INDEX = "pypi:"
 SOURCE_INDEX = (sys.executable, "-P", str(Path(__file__).with_name("source_index.py")))
-"""The script that lists and fetches; ``-P``: nothing is imported from the folder it is run in."""
+"""The script that lists and fetches; with ``-P``, nothing is imported from its working folder."""
 PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!_-]+")
 ARCHIVE_BYTES = 512 << 20
-"""The most that an archive may unpack to."""
+"""Maximum unpacked size of an archive."""
 ARCHIVE_MEMBERS = 100_000
-"""Most files and folders of one."""
+"""Maximum files and folders in an archive."""
 TEXT_BYTES = 2 << 20
-"""A larger file is no source."""
+"""Maximum size of a source file; a larger file is not read."""
 RECORD = "PKG-INFO"
-"""File in which a source distribution describes itself; read, though it is left out of every copy."""
+"""File that describes a source distribution; it is read, but left out of every copy."""
 
 
 def fetch(reference: str, folder: Path) -> Path:
-    """Fetch a repository into the new folder ``folder``; returns the folder of its project.
+    """Fetch a repository into the new folder ``folder``; return the folder of its project.
 
     ``reference`` is a folder, the path or URL of a git repository, an archive, or ``pypi:NAME==VERSION``.
     Raises :class:`~etude.taskgen.failures.SourceError`.
@@ -68,9 +68,9 @@ def fetch(reference: str, folder: Path) -> Path:
 
 
 def read_texts(tree: Path) -> Mapping[str, str]:
-    """Every file below ``tree`` that is text, by its path, leftovers not counted but for the record at the top.
+    """Every text file below ``tree``, by its path, without leftovers except the top-level record.
 
-    No link is followed: it may lead to a file of this machine.
+    Links are not followed: they may point to files of this machine.
     """
     texts: dict[str, str] = {}
     for path in clean_files(tree):
@@ -86,7 +86,7 @@ def read_texts(tree: Path) -> Mapping[str, str]:
 
 
 def versions_of(name: str) -> list[str]:
-    """The versions of which an index has the source, newest first.
+    """The versions whose source is on an index, newest first.
 
     Raises :class:`~etude.taskgen.failures.SourceError`.
     """
@@ -97,10 +97,10 @@ def versions_of(name: str) -> list[str]:
 
 
 def download(name: str, versions: Sequence[str], folder: Path) -> dict[str, Path]:
-    """Fetch source distributions from an index, each into ``folder/VERSION``; returns version → archive.
+    """Fetch source distributions from an index, each into ``folder/VERSION``; return version → archive.
 
-    Raises :class:`~etude.taskgen.failures.SourceError`, with the reasons, where one could not be had; others that were
-    asked for are there then.
+    Raises :class:`~etude.taskgen.failures.SourceError`, with the reasons, if a version is unavailable; the other
+    requested versions are then in the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _, log = _ask_index("fetch", name, str(folder), *versions)
@@ -114,7 +114,7 @@ def download(name: str, versions: Sequence[str], folder: Path) -> dict[str, Path
 
 
 def _ask_index(verb: str, name: str, *arguments: str) -> tuple[list[str], str]:
-    """The lines that the script prints, and what else it says."""
+    """The lines of the script's standard output, and its standard error."""
     try:
         done = run_pip([*SOURCE_INDEX, verb, name, *arguments], timeout_s=FETCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -123,7 +123,7 @@ def _ask_index(verb: str, name: str, *arguments: str) -> tuple[list[str], str]:
 
 
 def _unpack(archive: Path, folder: Path) -> Path:
-    """Unpack an archive; a single folder at its top is the project."""
+    """Unpack an archive and return the project's folder: the only top-level folder, if there is just one entry."""
     folder.mkdir()
     try:
         if archive.name.endswith(".zip"):
@@ -141,7 +141,7 @@ def _unpack(archive: Path, folder: Path) -> Path:
 
 
 def _check_size(archive: Path, sizes: Iterable[int]) -> None:
-    """Read the sizes of members, no further than what may be unpacked."""
+    """Read the members' sizes; raise an error at the first one beyond the limits."""
     size_bytes = 0
     for number, member_bytes in enumerate(sizes, start=1):
         size_bytes += member_bytes
@@ -150,7 +150,7 @@ def _check_size(archive: Path, sizes: Iterable[int]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that :func:`fetch` made, whatever it holds."""
+    """Remove a folder that :func:`fetch` created, even if its folders are read-only."""
     for inner, folders, _ in os.walk(folder):
         for name in folders:
             if not (Path(inner) / name).is_symlink():

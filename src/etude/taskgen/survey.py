@@ -1,7 +1,7 @@
 """Survey of a package's tests before any change: stable passes, and the functions that each reaches.
 
-Pure: observations in, a :class:`Survey` out. The flake gate is here: a test counts only if it passed in every run, in
-whatever order and with whatever hash seed.
+Pure: observations in, a :class:`Survey` out. It excludes flaky tests: a test counts only if it passed in every run, in
+every order and with every hash seed.
 """
 
 import json
@@ -12,47 +12,47 @@ from etude.taskgen.failures import NoTestsError, TestsFailError
 from etude.taskgen.testruns import RunObservation
 
 MIN_PASSING = 5
-"""Tests that must pass every time, for tasks to be made."""
+"""Minimum tests that pass every time; with fewer, no tasks are made."""
 MIN_PASSING_SHARE = 0.5
 MAX_TEST_S = 10.0
-"""A test that takes longer is left out."""
+"""Maximum duration of a test; a slower one is left out."""
 MAX_ID = 200
-"""Characters of a node id; some hold whole documents."""
+"""Maximum characters of a node id; some contain whole documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """A package's tests and what they reach."""
+    """A package's tests and the functions that they reach."""
 
     stable: Mapping[str, float]
-    """Node id → seconds, of tests that passed every time."""
+    """Node id → seconds, for tests that passed every time."""
     flaky: tuple[str, ...]
-    """Tests that passed and failed, or were found only sometimes."""
+    """Tests that passed in some runs only."""
     failing: tuple[str, ...]
     """Tests that never passed."""
     skipped: int
     unfit: tuple[str, ...]
-    """Tests that pass but take too long, or have ids that no command line carries."""
+    """Tests that pass but take too long, or whose ids cannot be used on a command line."""
     broken: tuple[str, ...]
     """Test files that could not be collected."""
     reached: Mapping[str, tuple[str, ...]]
-    """``path:line`` of a function → node ids; a file for all its tests, nothing for all there are."""
+    """``path:line`` of a function → node ids; a file means all its tests, an empty string means all tests."""
     calls: Mapping[str, tuple[str, ...]]
-    """``path:line`` of a function → JSON of lists of arguments."""
+    """``path:line`` of a function → argument lists as JSON."""
 
     def affected(self, functions: Iterable[str]) -> frozenset[str]:
-        """The stable tests that reach any of some functions."""
+        """The stable tests that reach any of the functions."""
         owners = {owner for function in functions for owner in self.reached.get(function, ())}
         if "" in owners:
             return frozenset(self.stable)
         return frozenset(test for test in self.stable if test in owners or test.partition("::")[0] in owners)
 
     def seconds(self, tests: Iterable[str]) -> float:
-        """Duration of some tests together."""
+        """The total duration of the tests."""
         return sum(self.stable[test] for test in tests)
 
     def encode(self) -> bytes:
-        """Return it as JSON."""
+        """The survey as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -75,10 +75,10 @@ class Survey:
 
 
 def survey_of(runs: Sequence[RunObservation], watched: RunObservation) -> Survey:
-    """Fold plain runs of the unchanged package and one observed run into a survey.
+    """Combine plain runs of the unchanged package and one observed run into a survey.
 
-    Raises :class:`~etude.taskgen.failures.NoTestsError` when no run found a test, and
-    :class:`~etude.taskgen.failures.TestsFailError` when too few pass every time or a run did not end.
+    Raises :class:`~etude.taskgen.failures.NoTestsError` if no run found a test, and
+    :class:`~etude.taskgen.failures.TestsFailError` if too few pass every time or a run did not finish.
     """
     hung = [run for run in runs if run.ended]
     if hung:
@@ -116,5 +116,5 @@ def survey_of(runs: Sequence[RunObservation], watched: RunObservation) -> Survey
 
 
 def is_fit(test: str) -> bool:
-    """Return true if a node id can be used on a command line and in a report as it is."""
+    """Return true if a node id can be used unchanged on a command line and in a report."""
     return len(test) <= MAX_ID and test.isascii() and test.isprintable() and "\\" not in test

@@ -1,7 +1,7 @@
 """Runs of a package's tests, and calls of its functions, in a sandbox: requests and results.
 
-Owns the way to the observer inside (:mod:`~etude.taskgen.observer`). Not for grading: who controls
-the package could tell it anything.
+Owns the communication with the observer in the sandbox (:mod:`~etude.taskgen.observer`). Not for grading: the package's
+code could forge the report.
 """
 
 import asyncio
@@ -20,27 +20,27 @@ from etude.types import Json
 
 REPORT = "/tmp/etude-report"
 START_S = 60.0
-"""For Python and pytest to start, on a machine that is busy."""
+"""Allowance for the start of Python and pytest on a busy machine."""
 REPORT_BYTES = 256 << 20
-"""More than any report unpacks to."""
+"""Maximum unpacked size of a report, larger than any real one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestRun:
-    """One run of tests over the files in the sandbox, some of them replaced."""
+    """One run of tests on the files in the sandbox, some of them replaced."""
 
     targets: tuple[str, ...]
-    """Files and folders that pytest is given."""
+    """Files and folders to pass to pytest."""
     ids: tuple[str, ...] | None = None
-    """Node ids to run; ``None``: all that are found, or are ``named``."""
+    """Node ids to run; ``None``: those of ``named``, or all."""
     named: Mapping[str, Sequence[str]] | None = None
-    """Path → functions and classes whose tests to run, where no ids are known yet; ``None``: all."""
+    """Path → functions and classes whose tests to run, if the ids are not available yet; ``None``: all."""
     others: int = 0
-    """Tests to run besides those that are ``named``: the first that are found."""
+    """Number of tests to run besides those in ``named``: the first in collection order."""
     seed: int = 0
-    """Seed of the order; 0 leaves it alone."""
+    """Seed of the order; 0: original order."""
     files: Mapping[str, str | None] = field(default_factory=dict)
-    """Path → text, or ``None`` for a file that shall not be there; as they were again afterwards."""
+    """Path → text, or ``None`` to remove the file; the original files are restored afterwards."""
     watch: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Path → first lines of the functions to watch."""
     record: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class TestRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """Calls of one function over the files in the sandbox, some of them replaced."""
+    """Calls of one function on the files in the sandbox, some of them replaced."""
 
     module: str
     function: str
@@ -67,7 +67,7 @@ class RunOutcome:
     """``passed``, ``failed``, ``skipped`` (also expected failures) or ``error`` (its fixtures failed)."""
     seconds: float
     message: str
-    """The first line of what a failing one said."""
+    """First line of a failing test's message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,28 +78,28 @@ class RunObservation:
     errors: tuple[tuple[str, str], ...]
     """Files that could not be collected, and why."""
     reached: Mapping[str, frozenset[str]]
-    """``path:line`` of a function → node ids that reached it; a file for all its tests, nothing for all there are."""
+    """``path:line`` of a function → node ids that reached it; a file means all its tests, an empty string all tests."""
     calls: Mapping[str, tuple[str, ...]]
-    """``path:line`` of a function → JSON of different lists of arguments."""
+    """``path:line`` of a function → different argument lists as JSON."""
     results: tuple[tuple[bool, Json], ...]
-    """Result of calls: whether the function returned a plain value, and the value."""
+    """Results of calls: true and the value if the function returned a plain value; else false and a reason."""
     ended: str
     """Empty, ``timeout``, ``crash`` or the signal that ended it."""
     seconds: float
     output: str
-    """The end of what was printed."""
+    """End of the printed output."""
 
     def passed(self, test: str) -> bool:
-        """Return true if a test was seen to pass."""
+        """Return true if a test passed in this run."""
         return test in self.tests and self.tests[test].status == "passed"
 
 
 async def observe(
     sandbox: Sandbox, steps: Sequence[TestRun | Calls], *, options: Sequence[str], hash_seed: int = 0
 ) -> list[RunObservation]:
-    """Run some steps in a sandbox, each in a fork of one process; returns their observations.
+    """Run steps in a sandbox, each in a fork of one process; return their observations.
 
-    Raises :class:`~etude.errors.SandboxError` when there is no report, with what was printed instead.
+    Raises :class:`~etude.errors.SandboxError` with the printed output if there is no report.
     """
     program = await asyncio.to_thread(Path(observer.__file__).read_text, encoding="utf-8")
     request = {"report": REPORT, "options": list(options), "steps": [asdict(step) for step in steps]}

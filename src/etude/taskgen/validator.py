@@ -4,8 +4,8 @@
                                                               prove it in a fresh sandbox ──▶ task, verdict
 
 Consumes candidates; produces a verdict for each and tasks for some. Waits for sandboxes and for runs of tests, each
-with a deadline. On shutdown the sandboxes are closed; what has a verdict is on disk. What is worth keeping is decided
-in :mod:`~etude.taskgen.verdicts`.
+with a deadline. On shutdown the sandboxes are closed; accepted tasks are on disk. :mod:`~etude.taskgen.verdicts`
+decides which candidates become tasks.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ from etude.types import Case, Json, Probe, Task, TestChecks
 
 ACCEPTED = "kept"
 DELETE = "delete_"
-"""Prefix of the names of deletions, and of no planted bug."""
+"""Prefix of the operators of deletions; no operator of a planted bug has it."""
 SLACK = 5.0
-"""Factor by which a run may be slower than in the survey, the machine being busy."""
+"""Factor by which a run may be slower than in the survey, because the machine is busy."""
 FLOOR_S = 15.0
-"""The least that a run is given."""
+"""Fixed part of a run's timeout."""
 SANDBOX_TTL_S = 3600.0
 
 Guarded: TypeAlias = Callable[[Task], Awaitable[Collection[str]]]
@@ -58,18 +58,18 @@ Guarded: TypeAlias = Callable[[Task], Awaitable[Collection[str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRepository:
-    """A prepared package: the inputs of trying its candidates."""
+    """A prepared package: the inputs for the validation of its candidates."""
 
     project: Project
     texts: Mapping[str, str]
-    """Its files, as they are in the repository."""
+    """Its original files."""
     tree: Path
-    """The same on disk."""
+    """Folder of the original files."""
     survey: Survey
     site: str
-    """Digest of the layer with what it needs."""
+    """Digest of the layer with its requirements."""
     pristine: Image
-    """The package unchanged, for quick runs; no agent gets it."""
+    """Image with the unchanged package, for quick runs; no agent receives it."""
     base: str
     environment: Mapping[str, str]
     seed: int
@@ -87,7 +87,7 @@ class Trial:
 
 
 class CandidateValidator:
-    """Validates candidates of one package, some concurrently."""
+    """Validation of one package's candidates, some of them concurrently."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class CandidateValidator:
         folder: PackageFolder,
         guarded: Guarded | None = None,
     ) -> None:
-        """``guarded`` asks whether a grader can guard a task's tests: what has no probe may then be a task, too."""
+        """``guarded`` gives the tests that a grader can guard; with it, a candidate without a probe may be a task."""
         self._guarded = guarded
         self._bench = bench
         self._provider = provider
@@ -115,7 +115,7 @@ class CandidateValidator:
     async def quick(
         self, candidates: Sequence[Candidate], sandbox: Sandbox
     ) -> tuple[list[Trial], list[CandidateVerdict]]:
-        """Run each candidate's tests over the unchanged package with its change, all in one process's forks.
+        """Run each candidate's tests on the unchanged package plus its change, all in forks of one process.
 
         Raises :class:`~etude.errors.SandboxError`.
         """
@@ -152,7 +152,7 @@ class CandidateValidator:
         return trials, verdicts
 
     async def finish(self, trial: Trial) -> CandidateVerdict:
-        """Build the image of a candidate, search it, prove it, and write the task if it is one.
+        """Build the image of a candidate, search it for leaks, prove it, and write the task if it is accepted.
 
         Raises :class:`~etude.errors.SandboxError`.
         """
@@ -180,7 +180,7 @@ class CandidateValidator:
             return _verdict(candidate, proof.rejection, seconds, tests=key[2])
         task = self._task(trial, view, image, proof, cases, hidden)
         rejection = None if cases else await self._refuse_unprobed(task)
-        if rejection is None and key in self._taken:  # another one was faster
+        if rejection is None and key in self._taken:  # a concurrent candidate was faster
             rejection = Rejection.TWIN
         if rejection is not None:
             return _verdict(candidate, rejection, seconds, tests=key[2])
@@ -222,13 +222,15 @@ class CandidateValidator:
         )
 
     def _hidden_files(self, view: TestView, named: Sequence[str]) -> dict[str, str]:
-        """The original of every test file that a named test is in or that the agent has another copy of."""
+        """The original text of every conftest, every file of a named test, and every file that the agent has changed
+        or lacks.
+        """
         paths = {place_of(test)[0] for test in named} | {path for path in view.changed if path in self._tests}
         paths |= {path for path in self._tests if path.endswith("conftest.py")}
         return {path: self._tests[path] for path in sorted(paths) if path in self._tests}
 
     def _build(self, candidate: Candidate, view: TestView) -> tuple[Image | None, list[Leak]]:
-        """The image of a task, and where in it a trace of the answer was found."""
+        """The image of a task and no leak, or no image and the first leak."""
         bench = self._bench
         changed: dict[str, str | None] = {**candidate.after, **view.changed}
         with tempfile.TemporaryDirectory(prefix="etude-task-") as scratch:
@@ -251,7 +253,7 @@ class CandidateValidator:
         return image, []
 
     def _calls(self, candidate: Candidate) -> Calls | None:
-        """The recorded calls of the function that was changed, if it is one that can be called from outside."""
+        """The recorded calls of the changed function, if it is a single top-level one."""
         if len(candidate.functions) != 1 or "." in candidate.target:
             return None
         recorded = self._bench.survey.calls.get(candidate.functions[0], ())
@@ -269,7 +271,9 @@ class CandidateValidator:
         hidden: Mapping[str, str],
         calls: Calls | None,
     ) -> tuple[Proof, tuple[Case, ...]]:
-        """Twice in a fresh sandbox, in both orders, with other hash seeds: the image as it is, and with the answer."""
+        """Run the tests and calls with and without the answer, in two fresh sandboxes with both orders and two hash
+        seeds.
+        """
         answer: dict[str, str | None] = {**hidden, **candidate.before}
         broken: list[RunObservation] = []
         right: list[RunObservation] = []
@@ -339,7 +343,7 @@ class CandidateValidator:
 
 
 def artefacts_of(project: Project, paths: Sequence[str]) -> tuple[str, ...]:
-    """The paths that are carried from an agent's sandbox: the packages; of one with tests inside, all beside them."""
+    """The paths to copy from an agent's sandbox: the packages; of a package with tests, its entries without them."""
     matches: set[str] = set()
     for root in project.sources:
         inside = [path for path in paths if path.startswith(f"{root}/")]
@@ -353,18 +357,18 @@ def artefacts_of(project: Project, paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _visible(trial: Trial, view: TestView) -> tuple[str, ...]:
-    """The test files that the agent has of those that reach what was changed; none of them left: all there are."""
+    """The test files in the agent's copy with tests that reach the change; empty means all test files."""
     paths = {place_of(test)[0] for test in trial.affected}
     return tuple(sorted(path for path in paths if view.changed.get(path, "") is not None))
 
 
 def _key(candidate: Candidate, fails: frozenset[str]) -> tuple[bool, str, tuple[str, ...]]:
-    """The seed of a task: no two of a package have the same."""
+    """The key of a task, unique within a package."""
     return candidate.operator.startswith(DELETE), candidate.target, _names(fails)
 
 
 def _names(tests: frozenset[str]) -> tuple[str, ...]:
-    """Failing tests as verdicts keep them: bounded."""
+    """Sorted names of failing tests for a verdict, at most 40."""
     return tuple(sorted(tests)[:40])
 
 

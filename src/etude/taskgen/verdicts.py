@@ -1,9 +1,9 @@
-"""Verdicts on candidates: the evidence, and the first rule that is broken.
+"""Verdicts on candidates: the evidence, and the first rule that a candidate violates.
 
     survey ──▶ before running? ──▶ quick run ──▶ worth building? ──▶ proof in the task's own image ──▶ kept
 
-Pure; the validator (:mod:`~etude.taskgen.validator`) does the running. A task is kept only if the
-image that the agent is given fails every hidden test it is about, and the right answer passes all, in every run.
+Pure; the validator (:mod:`~etude.taskgen.validator`) runs the tests. A task is kept only with hidden tests that, in
+every run, fail in the agent's image and pass with the right answer.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,32 +18,32 @@ from etude.taskgen.testruns import RunObservation
 from etude.types import Case, Json
 
 MAX_RUN_S = 30.0
-"""For all the tests that reach what was changed, one after the other."""
+"""Maximum total duration of the tests that reach the change."""
 FOCUS_SHARE = 0.25
-"""Largest share of all tests that may fail: more, and it is no one feature."""
+"""Maximum share of all tests that may fail; with more, the change is not a single feature."""
 FOCUS_FEW = 4
-"""So few may always fail."""
+"""Number of tests that may fail regardless of the share."""
 MAX_ABOUT = 60
-"""Failing tests that a task names; of more it names a sample."""
+"""Maximum failing tests of a task; from more, a sample is drawn."""
 OTHERS = 20
-"""Tests that passed before, and must go on passing, that a task names…"""
+"""Maximum tests of a task that passed before and must still pass."""
 FAR = 5
-"""…and most of them that do not even reach what was changed."""
+"""Maximum of these tests that do not reach the change."""
 MAX_HIDDEN_BYTES = 1 << 20
-"""For all hidden test files of a task together."""
+"""Maximum total size of a task's hidden test files."""
 PROBE_CASES = 12
 QUIET_CASES = 4
-"""Largest share of a probe's cases that the broken package gets right, too."""
+"""Maximum cases of a probe that the broken package may also get right."""
 
 
 class Rejection(StrEnum):
     """Reasons to reject a candidate, each with its meaning."""
 
     meaning: str
-    """In words, for people."""
+    """Text for people."""
 
     def __new__(cls, value: str, meaning: str) -> Self:
-        """One member: its value is the string alone."""
+        """Create a member whose value is the string alone."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning
@@ -109,7 +109,7 @@ def judge_quick(
 def choose_tests(
     survey: Survey, affected: Collection[str], fails: Collection[str], hidden: Collection[str], seed: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The tests that a task names: failing hidden ones first, then passing ones, the nearest first."""
+    """The tests of a task: failing hidden ones, and passing ones, those that reach the change first."""
     rng = Random(seed)
     about = sorted(hidden)
     if len(about) > MAX_ABOUT:
@@ -126,7 +126,9 @@ def prove(
 ) -> Proof:
     """Check the runs in the task's image, with and without the reference solution, against the rules."""
     if any(seen.ended for seen in right):
-        is_slow = any(seen.ended == "timeout" for seen in right)  # of the machine, which was fast enough for the survey
+        is_slow = any(
+            seen.ended == "timeout" for seen in right
+        )  # the machine, not the task: the survey was fast enough
         return Proof(about=(), others=(), rejection=Rejection.FAILED if is_slow else Rejection.UNSOLVED)
     if any(seen.ended == "timeout" for seen in broken):
         return Proof(about=(), others=(), rejection=Rejection.HANGS)
@@ -144,9 +146,9 @@ def prove(
 def probe_cases(
     calls: Sequence[Sequence[Json]], right: Sequence[RunObservation], broken: Sequence[RunObservation]
 ) -> tuple[Case, ...]:
-    """Calls whose plain result is the same in every right package; first those that a broken one gets wrong.
+    """Calls whose plain result is the same in every right package; those that a broken package gets wrong are first.
 
-    Empty where no call tells the two apart.
+    Empty if no call distinguishes the two.
     """
     telling: list[Case] = []
     quiet: list[Case] = []

@@ -1,13 +1,13 @@
 """The planted-bug family: short Python files with one wrong line, hidden tests, and a held-out split.
 
-About every n-th template of a kind is held out, chosen by hash and so the same for every seed; templates that compute
-the same (``(a + b) - c`` and ``(a - c) + b``) are always on the same side. The answer line of a held-out template,
-under any naming, is *forbidden* on the training side: not as an answer, not as a planted bug, not as a slip in a
-transcript. What training shows is each part of an answer, never the combination, nor another way to write it.
+About one in n templates of a kind is held out. The choice is by hash, so it is the same for every seed, and templates
+that compute the same (``(a + b) - c`` and ``(a - c) + b``) are always on the same side. The answer line of a held-out
+template, under any naming, is *forbidden* on the training side: as an answer, as a planted bug and as a mistake in a
+transcript. Training shows each part of such an answer, but never the combination or an equivalent of it.
 
-Two conditions make a task one of exploration. With ``hidden_label`` the right line returns a word that stands neither
-in the prompt nor in the file: only the output of the failing test has it. With several ``files`` the prompt does not
-say in which one the function is.
+Two options require exploration. With ``hidden_label`` the right line also returns a word that is neither in the prompt
+nor in the file: only the output of the failing test shows it. With several ``files`` the prompt does not say which file
+contains the function.
 
 Owns the split and the instances. Does not grade (:mod:`etude.rewards`) and does not write transcripts
 (:mod:`etude.tasks.corpora.transcripts`).
@@ -40,17 +40,17 @@ from etude.tasks.programs import (
 from etude.types import Case, FunctionChecks, Json, Split, Task
 
 PROBES = 40
-"""Random calls that tell two behaviours apart; taking two for one would only hold out more."""
+"""Random calls that distinguish two behaviours; if two look equal, only more templates are held out."""
 HIDDEN_CASES = 10
 """Cases that grade a rollout; the agent never sees them."""
 VISIBLE_CASES = 2
-"""Cases that the agent's ``test`` runs; one of them fails at the start."""
+"""Cases that the agent's ``test`` command runs; at least one of them fails at the start."""
 MIN_MISTAKES = 3
-"""Different wrong lines that a problem must offer: as many as one session may try."""
+"""Minimum number of different wrong lines of a problem: one session may try this many."""
 TELLING_CASES = 3
-"""Cases, at least, on which the planted bug must show; else the instance is drawn again."""
+"""Minimum number of cases that the planted bug must change; otherwise the instance is drawn again."""
 CODES = 64
-"""Programs whose compiled code is kept: those of one problem and the last few."""
+"""Size of the cache of compiled programs: enough for one problem and the last few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +66,13 @@ class Problem:
     bug: str
     """The wrong answer line that was planted."""
     mistakes: tuple[str, ...]
-    """Wrong answer lines that may be shown on this side of the hold-out, without a label."""
+    """Wrong answer lines, without a label, that may be shown on this side of the hold-out."""
     label: str = ""
-    """Word that the right line returns beside its value; empty: none."""
+    """Word that the right line returns in addition to its value; empty for none."""
     other_files: Mapping[str, Lines] = field(default_factory=dict)
     """Path → program of another function."""
     is_named: bool = True
-    """True if the prompt says in which file the function is."""
+    """True if the prompt names the file that contains the function."""
 
     @property
     def prompt(self) -> str:
@@ -85,7 +85,7 @@ class Problem:
         return self.kind.answer_line(self.template, self.naming)
 
     def files(self, lines: Lines) -> dict[str, str]:
-        """Path → text of all files, ``lines`` being the program in question."""
+        """Path → text of all files, with ``lines`` as the program at ``path``."""
         texts = {self.path: lines, **self.other_files}
         return {path: "\n".join(texts[path]) for path in sorted(texts)}
 
@@ -132,7 +132,7 @@ class BugfixFamily:
         return [parts for parts in kind.templates if ((kind.name, parts) in self._heldout) == (split is Split.HELDOUT)]
 
     def size(self, split: Split) -> int | None:
-        """None: new tasks are made for as long as they are asked for."""
+        """None: the supply of tasks is unlimited."""
         return None
 
     def task(self, split: Split, index: int) -> Task:
@@ -163,8 +163,8 @@ class BugfixFamily:
         of: tuple[ProgramKind, Parts] | None = None,
         kinds: Sequence[ProgramKind] | None = None,
     ) -> Problem:
-        """Draw a program and break it; on the training side nothing forbidden is used. ``of`` gives kind and template,
-        which are drawn otherwise, of some ``kinds`` or of all.
+        """Draw a program and break it; on the training side nothing forbidden is used. ``of`` sets kind and template;
+        without it they are drawn, from ``kinds`` if given, else from all kinds.
         """
         while True:
             kind = of[0] if of else rng.choice(kinds or self.kinds)
@@ -187,14 +187,14 @@ class BugfixFamily:
                 return self._among_others(problem, split, rng) if self._options.files > 1 else problem
 
     def _among_others(self, problem: Problem, split: Split, rng: Random) -> Problem:
-        """The problem in one of several files, whose functions have other names."""
+        """The problem in one of several files; the functions in the other files have other names."""
         path, *other_paths = rng.sample(PATHS, self._options.files)
         names = rng.sample([name for name in FUNCTION_NAMES if name != problem.function], len(other_paths))
         others = {other: self._other_program(split, name, rng) for other, name in zip(other_paths, names, strict=True)}
         return replace(problem, path=path, other_files=others, is_named=False)
 
     def _other_program(self, split: Split, function: str, rng: Random) -> Lines:
-        """A right program."""
+        """A right program under another function name."""
         kind = rng.choice(self.kinds)
         return kind.program(rng.choice(self._choices[kind.name, split]), rng.choice(kind.namings), function)
 
@@ -209,7 +209,7 @@ class BugfixFamily:
         return _task(*self.graded_problem(Split.HELDOUT, rng, of), Split.HELDOUT)
 
     def _checks(self, problem: Problem, rng: Random) -> FunctionChecks | None:
-        """Cases on which the bug shows often enough, or ``None``."""
+        """Draw cases; ``None`` if the bug changes the result of too few."""
         calls = [problem.kind.arguments(rng) for _ in range(HIDDEN_CASES + VISIBLE_CASES)]
         right = [run_program(problem.right, problem.function, arguments) for arguments in calls]
         wrong = [run_program(problem.broken, problem.function, arguments) for arguments in calls]
@@ -228,16 +228,16 @@ class BugfixFamily:
 
 
 def _labelled(problem: Problem, rng: Random) -> Problem:
-    """The problem with a label in its right line, and another one in the wrong one."""
+    """The problem with a label in its right line and another label in the wrong one."""
     label, wrong = rng.sample(LABELS, 2)
     right = problem.with_answer(with_label(problem.plain_answer, label))
     return replace(problem, right=right, bug=with_label(problem.bug, wrong), label=label)
 
 
 def run_program(lines: Lines, function: str, arguments: Sequence[Json]) -> Json:
-    """Call a function of our own templates, in this process; an exception counts as the value ``!Name``.
+    """Call a function of our own templates in this process; an exception counts as the value ``!Name``.
 
-    Only text from :mod:`etude.tasks.programs` may come here; what a model wrote runs in a sandbox.
+    Accepts only text from :mod:`etude.tasks.programs`; code that a model wrote runs in a sandbox.
     """
     names: dict[str, object] = {}
     try:
@@ -250,12 +250,12 @@ def run_program(lines: Lines, function: str, arguments: Sequence[Json]) -> Json:
 
 @lru_cache(maxsize=CODES)
 def _code(lines: Lines) -> CodeType:
-    """A program is called with many arguments, and compiling it takes twenty times as long as a call."""
+    """Compile a program, cached: it is called many times, and compiling takes twenty times as long as a call."""
     return compile("\n".join(lines), "<template>", "exec")
 
 
 def choose_heldout(kinds: Sequence[ProgramKind], one_in: int) -> frozenset[tuple[str, Parts]]:
-    """Whole classes of equal behaviour, in order of their hash, until each kind has its share of templates held out."""
+    """Hold out whole classes of equal behaviour, in the order of their hashes, until each kind has its share."""
     classes: dict[str, list[tuple[str, Parts]]] = {}
     for kind in kinds:
         for parts in kind.templates:
@@ -273,7 +273,7 @@ def choose_heldout(kinds: Sequence[ProgramKind], one_in: int) -> frozenset[tuple
 
 
 def behaviour(kind: ProgramKind, parts: Parts) -> str:
-    """A digest of what a template's right program returns on fixed random calls: equal for equal behaviour."""
+    """Digest of the results of a template's right program on fixed random calls: equal for equal behaviour."""
     lines = kind.program(parts, kind.namings[0], "probe")
     results = [run_program(lines, "probe", arguments) for arguments in _probes(kind.arguments)]
     return hashlib.sha256(orjson.dumps([kind.arguments.__name__, results])).hexdigest()
@@ -281,7 +281,7 @@ def behaviour(kind: ProgramKind, parts: Parts) -> str:
 
 @cache
 def _probes(draw: Callable[[Random], tuple[Json, ...]]) -> Sequence[tuple[Json, ...]]:
-    """The arguments of these calls: the same for all programs that take such arguments."""
+    """The arguments of these calls: the same for all programs with the same argument types."""
     rng = Random(f"probe|{draw.__name__}")
     return [draw(rng) for _ in range(PROBES)]
 

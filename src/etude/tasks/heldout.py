@@ -2,8 +2,8 @@
 
     templates a b c ──▶ a₀ b₀ c₀ a₁ b₁ c₁ a₂ …        the first n of them are the evaluation set of n tasks
 
-Tasks of one template are alike, so a template that many of them are of would decide what a measurement says. More tasks
-go on where fewer ended. Owns the order of held-out tasks; what a task of a template is, the family knows.
+Tasks of one template are similar, so a template with many of them would dominate a measurement. A larger evaluation set
+extends a smaller one. Owns the order of held-out tasks; the family makes a task from a template.
 """
 
 from collections import defaultdict
@@ -14,28 +14,28 @@ from typing import Generic, TypeVar
 from etude.types import Task
 
 SEED = "heldout"
-"""The evaluation set does not depend on a run's seed, so that runs can be compared."""
+"""Seed of the evaluation set; independent of a run's seed, so that runs can be compared."""
 MAX_REPEATS = 100
-"""Draws in a row that bring nothing new, after which a template has no further task."""
+"""Consecutive draws without a new task after which a template counts as exhausted."""
 
 Template = TypeVar("Template")
 Item = TypeVar("Item")
 
 
 class HeldoutTasks(Generic[Template]):
-    """The held-out tasks of a family that draws them, template by template in turns."""
+    """The held-out tasks of a family that draws them, in round-robin order over its templates."""
 
     def __init__(self, templates: Sequence[Template], draw: Callable[[Template, Random], Task]) -> None:
-        """``draw`` makes a task of a template; which one is up to the generator that it is given."""
+        """``draw`` makes a task of a template, chosen by the random generator that it receives."""
         self._templates = list(templates)
-        Random(SEED).shuffle(self._templates)  # so that the first few are of all sorts
+        Random(SEED).shuffle(self._templates)  # so that the first few are diverse
         self._draw = draw
         self._drawn: list[dict[str, Task]] = [{} for _ in templates]
-        """The tasks of each template by id, in the order in which they were drawn."""
+        """The tasks of each template by id, in drawing order."""
         self._draws = [0] * len(templates)
 
     def task(self, index: int) -> Task:
-        """Task number ``index``; where a template has no further task one of its others comes again."""
+        """Task number ``index``; a template without a further task repeats one of its tasks."""
         turn, place = divmod(index, len(self._templates))
         drawn = self._drawn[place]
         repeats = 0
@@ -48,7 +48,7 @@ class HeldoutTasks(Generic[Template]):
 
 
 def in_turns(items: Iterable[Item], template: Callable[[Item], Hashable]) -> list[Item]:
-    """Interleave items by template: the first item of each, then the second of each that has two, and so on."""
+    """Interleave items by template: the first item of each, then the second of each that has one, and so on."""
     seen: defaultdict[Hashable, int] = defaultdict(int)
     turns: defaultdict[int, list[Item]] = defaultdict(list)
     for item in items:

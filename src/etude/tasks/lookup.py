@@ -1,22 +1,22 @@
 """The lookup family: find a few facts in material several times longer than a context.
 
-    find tax fee            the prompt: names whose values are wanted
+    find tax fee            the prompt: names whose values the agent must find
 
-    a  1 jam 31             the material: pages, each a file; every name of it has one value,
-       2 tax 42             and the last line says which page comes next
+    a  1 jam 31             the material: pages, each a file; every name has one value,
+       2 tax 42             and the last line names the next page
        3 next b
     b  1 owl 77
        2 fee 17
        3 next none
 
-    answer tax 42 fee 17    what is graded, to the letter
+    answer tax 42 fee 17    the graded answer, compared exactly
 
-Pages are read one after the other, contexts are full after a few of them, and a fact that a summary left out is gone.
-A value has two digits, so that a guess is right once in ninety.
+The agent reads the pages in order, a context is full after a few of them, and a fact that a summary omits is lost.
+A value has two digits, so a guess is right once in ninety.
 
-About one in n *sets* of names is held out, chosen by hash and so the same for every seed: what is asked for in an
-evaluation was never asked for in training. Values are drawn anew for every task. Owns the split and the instances. Does
-not grade (:mod:`etude.rewards.graders.functions`), nor write what mid-training reads
+About one in n *sets* of names is held out. The choice is by hash, so it is the same for every seed: an evaluation never
+asks for a set that training asked for. Values are drawn anew for every task. Owns the split and the instances. Does not
+grade (:mod:`etude.rewards.graders.functions`) and does not write the mid-training corpus
 (:mod:`etude.tasks.corpora.lookup`).
 """
 
@@ -43,17 +43,17 @@ _WORDS = (
     "van web wig yam yew zip"
 )
 NAMES = tuple(_WORDS.split())
-"""Names that facts are about: words of one length, so that none is found at the end of another."""
+"""Names of facts: words of one length, so that none is the end of another."""
 PAGE_NAMES = tuple(ascii_lowercase)
-"""Pages in their order: the first is ``a``."""
+"""Page names in order; the first is ``a``."""
 FIND = "find"
-"""Opens a prompt."""
+"""First word of a prompt."""
 LAST = "none"
-"""Text after the last page."""
+"""Name of the next page on the last page."""
 SMALLEST, LARGEST = 10, 99
-"""Values: two digits."""
+"""Bounds of values: two digits."""
 MOST_SETS = 10_000
-"""Sets of names that are gone through; of more a random one hardly ever comes again."""
+"""Largest number of name sets that is enumerated; among more, a random set hardly ever repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,39 +69,39 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inquiry:
-    """One lookup problem: the requested facts and their places."""
+    """One lookup problem: the requested names and all pages."""
 
     requested: tuple[str, ...]
     """Names in the order of the prompt."""
     pages: tuple[tuple[Fact, ...], ...]
-    """All facts, page by page; each name has one."""
+    """All facts, page by page; each name occurs once."""
 
     @property
     def prompt(self) -> str:
-        """``find tax fee``."""
+        """The prompt, such as ``find tax fee``."""
         return " ".join((FIND, *self.requested))
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Page → its text."""
+        """Page name → its text."""
         return {PAGE_NAMES[place]: self.text(place) for place in range(len(self.pages))}
 
     @property
     def required(self) -> tuple[Fact, ...]:
-        """The facts that are asked for, in that order."""
+        """The requested facts, in the order of the prompt."""
         facts = {fact.name: fact for page in self.pages for fact in page}
         return tuple(facts[name] for name in self.requested)
 
     def text(self, place: int) -> str:
-        """Page number ``place``, from 0: its facts, and what to read next."""
+        """Page number ``place``, from 0: its facts and the name of the next page."""
         return "\n".join((*map(str, self.pages[place]), f"next {self.after(place)}"))
 
     def after(self, place: int) -> str:
-        """The page after page number ``place``."""
+        """Name of the page after page number ``place``."""
         return PAGE_NAMES[place + 1] if place + 1 < len(self.pages) else LAST
 
     def task(self, split: Split) -> Task:
-        """The task of it, for a side of the hold-out."""
+        """The problem as a task on one side of the hold-out."""
         facts = tuple(map(str, self.required))
         identity = orjson.dumps([self.prompt, dict(self.files)])
         return Task(
@@ -124,8 +124,8 @@ class LookupFamily:
         return cls(options, seed=context.seed, heldout_every=context.heldout_every)
 
     def __init__(self, options: LookupOptions, *, seed: int, heldout_every: int = 6) -> None:
-        """Raises :class:`~etude.errors.ConfigError` for a material with more facts than names, and for askable names
-        of which all sets are held out, or none.
+        """Raises :class:`~etude.errors.ConfigError` if there are more facts than names or fewer than questions, and if
+        all sets of askable names are held out, or none.
         """
         facts = options.pages * options.page_facts
         if not options.questions <= facts <= len(NAMES):
@@ -136,11 +136,11 @@ class LookupFamily:
         self._heldout_every = heldout_every
         self._seed = seed
         self.askable = self._askable() if options.question_names else NAMES
-        """Names that are ever asked for."""
+        """Names that a prompt may ask for."""
         self._heldout_tasks = HeldoutTasks(self._heldout_sets(), self._heldout_task)
 
     def size(self, split: Split) -> int | None:
-        """None: new tasks are made for as long as they are asked for."""
+        """None: the supply of tasks is unlimited."""
         return None
 
     def task(self, split: Split, index: int) -> Task:
@@ -150,7 +150,7 @@ class LookupFamily:
         return self.inquiry(split, Random(f"lookup|{self._seed}|{split}|{index}")).task(split)
 
     def inquiry(self, split: Split, rng: Random) -> Inquiry:
-        """Draw a material, and names to ask for that are on a side of the hold-out."""
+        """Draw the material, and a set of names to ask for that is on this side of the hold-out."""
         while True:
             requested = tuple(rng.sample(self.askable, self._options.questions))
             if self.is_heldout(requested) == (split is Split.HELDOUT):
@@ -163,19 +163,19 @@ class LookupFamily:
         return Inquiry(requested=requested, pages=pages)
 
     def facts(self, count: int, rng: Random, *, about: Sequence[str] = ()) -> list[Fact]:
-        """So many facts about different names, those of ``about`` among them."""
+        """Draw ``count`` facts about different names, including those of ``about``."""
         others = [name for name in NAMES if name not in about]
         names = [*about, *rng.sample(others, count - len(about))]
         rng.shuffle(names)
         return [Fact(name, rng.randint(SMALLEST, LARGEST)) for name in names]
 
     def is_heldout(self, requested: Sequence[str]) -> bool:
-        """Return whether a set of names is never asked for in training."""
+        """True if training never asks for this set of names."""
         digest = hashlib.sha256(" ".join(sorted(requested)).encode()).digest()
         return int.from_bytes(digest[:8], "big") % self._heldout_every == 0
 
     def _heldout_sets(self) -> Sequence[tuple[str, ...] | None]:
-        """Every set of names that is held out; of too many one that stands for any."""
+        """Every held-out set of names; ``[None]``, which stands for any set, if there are too many to enumerate."""
         if comb(len(self.askable), self._options.questions) > MOST_SETS:
             return [None]
         return [chosen for chosen in combinations(self.askable, self._options.questions) if self.is_heldout(chosen)]
@@ -186,7 +186,7 @@ class LookupFamily:
         return self._about(tuple(rng.sample(chosen, len(chosen))), rng).task(Split.HELDOUT)
 
     def _askable(self) -> tuple[str, ...]:
-        """A few names, spread over all of them, with sets on either side of the hold-out."""
+        """A few names, spread evenly over all names, with sets on both sides of the hold-out."""
         count, per_task = self._options.question_names, self._options.questions
         if not per_task <= count <= len(NAMES):
             raise ConfigError(

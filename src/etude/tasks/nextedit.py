@@ -1,19 +1,19 @@
 """The next-edit family: after a variable was renamed in real code, complete the next line that uses it.
 
-    [-data-]{+buf+} = self.read()    the prompt: the edit that was made, as ``git diff --word-diff`` shows it …
-    if not data:                     … and the line in which the variable stands next
+    [-data-]{+buf+} = self.read()    the prompt: the edit, in the form of ``git diff --word-diff`` …
+    if not data:                     … and the next line that contains the variable
 
-    answer if not buf:               a suggestion, accepted if it is that line, white space aside
+    answer if not buf:               a suggestion, accepted if it equals the renamed line, ignoring white space
     submit                           no suggestion: better than a wrong one
 
-Code is the Python standard library's: every local variable or parameter of every function, at any two of its lines
-that follow one another. Whole modules are held out, by hash, and with the same hash as text for mid-training, so that
-no weight is trained on held-out lines (the tokenizer may have read them); what also occurs in another module is left
-out. The new names are the most frequent ones of other variables: a tokenizer of some hundred words knows them as one or
-two.
+The code is the Python standard library: every local variable or parameter of every function, at any two consecutive
+lines that contain it. Whole modules are held out, by the same hash as text for mid-training, so that no weight is
+trained on held-out lines (the tokenizer may have seen them); held-out lines that also occur in a training module are
+left out. The new names are the most frequent names of other variables: a tokenizer with a few hundred words encodes
+them in one or two tokens.
 
-Owns the material and the split. Does not grade (:mod:`etude.rewards.graders.functions`), nor say what a wrong
-suggestion costs, which is the recipe's (``[reward]``).
+Owns the material and the split. Does not grade (:mod:`etude.rewards.graders.functions`) and does not set the cost of a
+wrong suggestion, which is in the recipe (``[reward]``).
 """
 
 import ast
@@ -37,20 +37,20 @@ from etude.tasks.heldout import HeldoutTasks
 from etude.types import AnswerChecks, Split, Task
 
 MODULES = 100
-"""Modules of the standard library that are read, in order of their names; parsing them takes a second or two."""
+"""Number of standard-library modules to read, in order of their names; parsing them takes a second or two."""
 SHORTEST_LINE, LONGEST_LINE = 8, 32
-"""Letters of a line, without its indent."""
+"""Characters of a line, without its indent."""
 LONGEST_NAME = 6
-"""Letters of a variable's name."""
+"""Characters of a variable's name."""
 NEW_NAMES = 100
-"""The number of there are to choose from."""
+"""Number of names to choose a new name from."""
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Variable: TypeAlias = ast.Name | ast.arg
 
 
 @dataclass(frozen=True, slots=True)
 class NumberedLine:
-    """A line of code without its indent, and where a variable stands in it."""
+    """A line of code without its indent, and the columns of a variable in it."""
 
     text: str
     places: tuple[int, ...]
@@ -66,7 +66,7 @@ class NumberedLine:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A variable and two lines of its function in which it stands, one after the other."""
+    """A variable and two consecutive lines of its function that contain it."""
 
     name: str
     edited: NumberedLine
@@ -75,20 +75,20 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineEdit:
-    """One next-edit problem: a site, and the new name."""
+    """One next-edit problem: a site and the new name."""
 
     site: Site
     new: str
 
     @property
     def prompt(self) -> str:
-        """The edit that was made, and the line that is next."""
+        """The edit, and the next line that needs it."""
         old, edited = self.site.name, self.site.edited
         return f"{edited.renamed(old, f'[-{old}-]{{+{self.new}+}}')}\n{self.site.cursor.text}"
 
     @property
     def line(self) -> str:
-        """Replacement of that line."""
+        """The right replacement of that line."""
         return self.site.cursor.renamed(self.site.name, self.new)
 
 
@@ -101,7 +101,7 @@ class NextEditFamily:
         return cls(seed=context.seed, one_in=context.texts_heldout_every)
 
     def __init__(self, *, seed: int, one_in: int) -> None:
-        """About one of ``one_in`` modules is held out."""
+        """About one in ``one_in`` modules is held out."""
         self._seed = seed
         train, heldout = sites_of(Split.TRAIN, one_in), sites_of(Split.HELDOUT, one_in)
         recorded = set(train)
@@ -111,7 +111,7 @@ class NextEditFamily:
         }
         names = Counter(site.name for site in train if len(site.name) > 1)
         self.names: Sequence[str] = [name for name, _ in names.most_common(NEW_NAMES)]
-        """New names, of both sides."""
+        """New names, for both sides."""
         by_name: defaultdict[str, list[Site]] = defaultdict(list)
         for site in self._sites[Split.HELDOUT]:
             by_name[site.name].append(site)
@@ -120,7 +120,7 @@ class NextEditFamily:
         )
 
     def size(self, split: Split) -> int | None:
-        """None: new tasks are made for as long as they are asked for."""
+        """None: the supply of tasks is unlimited."""
         return None
 
     def task(self, split: Split, index: int) -> Task:
@@ -130,7 +130,7 @@ class NextEditFamily:
         return _task(self.edit(split, Random(f"nextedit|{self._seed}|{split}|{index}")), split)
 
     def edit(self, split: Split, rng: Random) -> LineEdit:
-        """Draw a site, and a name that neither of its lines has."""
+        """Draw a site, and a name that neither of its lines contains."""
         return self._renamed(rng.choice(self._sites[split]), rng)
 
     def _renamed(self, site: Site, rng: Random) -> LineEdit:
@@ -152,7 +152,7 @@ def _task(edit: LineEdit, split: Split) -> Task:
 
 @cache
 def sites_of(split: Split, one_in: int) -> tuple[Site, ...]:
-    """The sites of the modules of one side, each once, in their order."""
+    """The sites of the modules of one side, in order, without duplicates."""
     side = Side(split=split, seed=0, one_in=one_in)
     texts = (file.read_text(encoding="utf-8", errors="replace") for file in _modules())
     chosen = (text for text in texts if side.has(text[:STDLIB_CHARACTERS].encode()))
@@ -160,7 +160,7 @@ def sites_of(split: Split, one_in: int) -> tuple[Site, ...]:
 
 
 def sites(source: str) -> Iterator[Site]:
-    """Every site of a module, functions in their order."""
+    """Every site of a module, in the order of its functions."""
     lines = source.split("\n")
     functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, Function))
     variables = (pair for function in functions for pair in sorted(_variables(function).items()))
@@ -172,7 +172,7 @@ def sites(source: str) -> Iterator[Site]:
 
 
 def _variables(function: Function) -> Mapping[str, Mapping[int, set[int]]]:
-    """Names that a function binds for itself → line → columns at which they stand."""
+    """Local names of a function → line → columns where they occur."""
     nodes = [node for node in ast.walk(function) if isinstance(node, Variable)]
     shared = {name for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
     bound = {_name(node) for node in nodes if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)} - shared
@@ -189,7 +189,7 @@ def _name(node: Variable) -> str:
 
 
 def _line(whole: str, name: str, columns: set[int]) -> NumberedLine | None:
-    """A line in which a variable stands; ``None`` for one of the wrong length, or whose other words have its name."""
+    """A line that contains a variable; ``None`` if its length is wrong or the name also occurs as another word."""
     text = whole.strip()
     indent = len(whole) - len(whole.lstrip())
     if not (SHORTEST_LINE <= len(text) <= LONGEST_LINE and text.isascii()):

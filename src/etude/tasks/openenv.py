@@ -1,12 +1,12 @@
-"""Environments with OpenEnv's protocol (reset, step, reward): étude's model acts, the environment grades.
+"""Environments with OpenEnv's protocol (reset, step, reward): the model acts, the environment grades.
 
     étude's task ──▶ OpenEnvHarness.run ──WebSocket /ws──▶ server of the environment
                             │ observation ──▶ model ──▶ action, as JSON ──▶ step … until done
                             └── sum of the rewards ──▶ outcome ──▶ OutcomeGrader.grade
 
-A connection is an episode with an environment of its own; the protocol's plain ``/reset`` and ``/step`` keep nothing
-between calls, so they are not used. A task is a seed. Owns the conversation: one message with the rules and the first
-observation, then an action and an observation in turn. The server is not ours: it is started and stopped elsewhere.
+A connection is an episode with an environment of its own; the protocol's plain HTTP paths ``/reset`` and ``/step`` keep
+no state between calls, so they are not used. A task is a seed. Owns the conversation: one message with the rules and
+the first observation, then alternating actions and observations. Does not start or stop the server.
 
 The protocol: https://github.com/meta-pytorch/OpenEnv, as in ``openenv-core`` 0.3.
 """
@@ -33,18 +33,18 @@ from etude.types import Json, Split, Task
 
 FAMILY = "openenv"
 METADATA_TIMEOUT_S = 30.0
-"""For a server to say who it is."""
+"""Limit for a request for the server's metadata or schema."""
 MESSAGE_LIMIT_BYTES = 16 << 20
 """Limit of one observation."""
 OBSERVATION_CHARACTERS = 20_000
-"""Limit of one observation, as the model sees it."""
+"""Limit of one observation in the model's context."""
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 FULL = "CAPACITY_REACHED"
-"""Error of a server whose sessions are all taken, which is no fault: a rollout waits."""
+"""Error code of a server without a free session; not a failure: the rollout waits."""
 PAUSES = Backoff(first_s=0.1, longest_s=2.0, jitter=0.5)
-"""Between two tries to get a session."""
+"""Pauses between attempts to get a session."""
 REFUSED_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
-"""Errors that an action can cause; the model is told."""
+"""Error codes that an action can cause; the model receives the message."""
 RULES = """{description}
 
 Each of your answers is one action: a JSON object, and nothing else, that fits the schema
@@ -55,10 +55,10 @@ The first observation is
 
 
 class OpenEnvTasks:
-    """The seeds of one environment, without end on both sides; implements :class:`~etude.protocols.TaskFamily`."""
+    """The seeds of one environment, unlimited on both sides; implements :class:`~etude.protocols.TaskFamily`."""
 
     def __init__(self, options: OpenEnvOptions, context: FamilyContext) -> None:
-        """Ask the server who it is. Raises :class:`~etude.errors.ConfigError` where none answers."""
+        """Request the server's metadata. Raises :class:`~etude.errors.ConfigError` if no server answers."""
         url = _root(options)
         try:
             with urllib.request.urlopen(f"{url}/metadata", timeout=METADATA_TIMEOUT_S) as answer:
@@ -72,11 +72,11 @@ class OpenEnvTasks:
         self._heldout_every = context.heldout_every
 
     def size(self, split: Split) -> int | None:
-        """No end."""
+        """None: the supply of seeds is unlimited."""
         return None
 
     def task(self, split: Split, index: int) -> Task:
-        """One seed in ``tasks.heldout_every`` is held out, beginning with 0; the others are trained on in order."""
+        """One seed in ``tasks.heldout_every`` is held out, beginning with 0; training uses the others in order."""
         every = self._heldout_every
         seed = index * every if split is Split.HELDOUT else index + index // (every - 1) + 1
         card = Card(environment=self._name, index=seed, name=f"seed {seed}", prompt=self._description)
@@ -97,11 +97,11 @@ class OpenEnvHarness:
         self._schema: Json = None
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """Play one episode and leave the sum of its rewards in ``sandbox``, with the part ``steps``.
+        """Play one episode and write the sum of its rewards into ``sandbox``, with the part ``steps``.
 
-        ``submit`` when the environment says that it is done, ``turns`` after the last action, ``context`` when the
-        conversation is too long. Counts ``steps``, and ``malformed`` answers that are no action. Raises
-        :class:`~etude.errors.SandboxError` when the server fails, and what asking the model raises.
+        The reason is ``submit`` when the environment reports its end, ``turns`` after ``max_steps`` answers, and
+        ``context`` when the conversation is too long. Counts ``steps``, and ``malformed`` for invalid actions. Raises
+        :class:`~etude.errors.SandboxError` when the server fails, and the errors of the model client.
         """
         try:
             self._schema = self._schema or await self._action_schema()
@@ -110,7 +110,7 @@ class OpenEnvHarness:
             raise SandboxError(f"the environment at {self._url} is gone: {type(error).__name__}: {error}") from error
 
     async def _play_in_turn(self, task: Task, session: Session, sandbox: Sandbox, temperature: float) -> HarnessResult:
-        """Play as soon as the server has a session: it says that it has none before anything is played."""
+        """Play as soon as the server has a free session: it reports a lack of sessions before the episode starts."""
         loop, url = asyncio.get_running_loop(), self._url.replace("http", "ws", 1) + "/ws"
         deadline_s = loop.time() + self._options.wait_timeout_s
         for pause_s in PAUSES.delays():
@@ -163,7 +163,7 @@ class OpenEnvHarness:
         )
 
     async def _action_schema(self) -> Json:
-        """The JSON schema of actions. Raises :class:`~etude.errors.SandboxError` for an answer without one."""
+        """The JSON schema of actions. Raises :class:`~etude.errors.SandboxError` if the answer has none."""
         async with asyncio.timeout(METADATA_TIMEOUT_S), self._http.get(self._url + "/schema") as response:
             response.raise_for_status()
             answer = await response.json()
@@ -175,7 +175,7 @@ class OpenEnvHarness:
 
 
 class _ServerFullError(Exception):
-    """All sessions of a server are taken."""
+    """The server has no free session."""
 
 
 class _State:
@@ -188,16 +188,16 @@ class _State:
 
 
 class _Episode:
-    """One connection: a question, an answer."""
+    """One connection: each request has one answer."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, timeout_s: float) -> None:
         self._socket = socket
         self._timeout_s = timeout_s
 
     async def ask(self, kind: Literal["reset", "step"], data: Mapping[str, Json]) -> _State | str:
-        """The state that follows, or in which words the environment turned an action down.
+        """The next state, or the environment's error message for an invalid action.
 
-        Raises :class:`_ServerFullError`, and :class:`~etude.errors.SandboxError` for anything else.
+        Raises :class:`_ServerFullError`, and :class:`~etude.errors.SandboxError` for any other failure.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -221,8 +221,10 @@ class _Episode:
 
 
 def read_action(text: str) -> dict[str, Json] | None:
-    """The JSON object that an answer is, be it fenced; ``None`` if it is none, or one that cannot be sent: nested more
-    than 254 levels deep, so that an environment's echo of it could not be read.
+    """Parse the JSON object of an answer, fenced or not.
+
+    Returns ``None`` if it is no object, or one that cannot be sent: nested more than 254 levels deep, so that an
+    environment's echo of it could not be parsed.
     """
     fenced = FENCE.findall(text)
     try:
@@ -234,7 +236,7 @@ def read_action(text: str) -> dict[str, Json] | None:
 
 
 def _root(options: OpenEnvOptions) -> str:
-    """The URL below which the paths of the protocol are."""
+    """The base URL of the protocol's paths."""
     return options.url.rstrip("/")
 
 

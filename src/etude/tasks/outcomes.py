@@ -1,8 +1,8 @@
-"""The part that families of third-party environments share: a task's card, and its outcome from harness to grader.
+"""The shared part of third-party environments: a task's card, and its outcome from harness to grader.
 
-A foreign environment has a world and a reward of its own, out of reach of the model it drives. Its sandbox here holds
-nothing but a card that says which task it is, and afterwards the outcome; no command is ever run in it, so there is
-nobody who could write there but the adapter.
+A third-party environment has its own state and reward, which the model cannot reach. Its sandbox here contains only a
+card that identifies the task and, at the end, the outcome. No command ever runs in it, so only the adapter can write
+there.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from etude.protocols import Grade, GraderContext, HarnessResult, Sandbox
 from etude.types import NamedChecks, Split, Task
 
 CARD, OUTCOME = "environment.json", "outcome.json"
-"""Files of a sandbox: which task it is, and what became of it."""
+"""Files of a sandbox: the card of the task, and its outcome."""
 GRADER = "outcome"
 """The grader's name, a row of ``config/tasks.py:GRADERS``."""
 
@@ -27,16 +27,16 @@ class Card:
     """One task of a third-party environment."""
 
     environment: str
-    """Name of the environment there."""
+    """The environment's own name."""
     index: int
     """Index of the task."""
     name: str
-    """Name of the task there."""
+    """The environment's name of the task."""
     prompt: str
-    """The first thing the model is told, as far as the environment says."""
+    """The beginning of the model's first message, as far as the environment defines it."""
 
     def task(self, family: str, split: Split) -> Task:
-        """The noun that the rest of étude knows; graded by the environment itself."""
+        """The card as a task; the environment itself grades it."""
         card = json.dumps({"environment": self.environment, "index": self.index, "name": self.name}, sort_keys=True)
         return Task(
             task_id=hashlib.sha256(f"{family}\0{card}\0{self.prompt}".encode()).hexdigest()[:16],
@@ -50,13 +50,13 @@ class Card:
 
 
 def is_heldout(card: Card, one_in: int) -> bool:
-    """True for one in so many tasks, by the hash of their names: equal names are on the same side."""
+    """True for one in ``one_in`` tasks, by the hash of their names: equal names are on the same side."""
     digest = hashlib.sha256(f"{card.environment}\0{card.name}".encode()).digest()
     return int.from_bytes(digest[:8]) % one_in == 0
 
 
 def index_of(task: Task, family: str) -> int:
-    """The index of ``task`` in its environment. ``ValueError`` for a task that is not the adapter's."""
+    """The index of ``task`` in its environment. Raises ``ValueError`` for a task of another family."""
     if task.family != family or CARD not in task.files:
         raise ValueError(f"task {task.task_id} is of the family {task.family!r}: its environment is not {family!r}")
     return int(json.loads(task.files[CARD])["index"])
@@ -65,7 +65,7 @@ def index_of(task: Task, family: str) -> int:
 async def leave_outcome(sandbox: Sandbox, value: float, parts: Mapping[str, float]) -> None:
     """Write an episode's outcome for :class:`OutcomeGrader`.
 
-    Raises :class:`~etude.errors.SandboxError` for a reward that is no finite number: the environment is broken.
+    Raises :class:`~etude.errors.SandboxError` for a reward that is not finite: the environment is broken.
     """
     wrong = {name: number for name, number in {"reward": value, **parts}.items() if not math.isfinite(number)}
     if wrong:
@@ -77,10 +77,10 @@ class OutcomeGrader:
     """Takes the reward that the environment gave, any finite number; implements :class:`~etude.protocols.Grader`."""
 
     def __init__(self, options: Section, context: GraderContext) -> None:
-        """There is nothing to choose."""
+        """Both arguments are unused: there are no options."""
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """Read the outcome that the harness wrote. Raises :class:`~etude.errors.SandboxError` where there is none."""
+        """Read the outcome that the harness wrote. Raises :class:`~etude.errors.SandboxError` if there is none."""
         text = await sandbox.read_file(OUTCOME)
         if text is None:
             raise SandboxError(f"there is no {OUTCOME}: the environment's harness did not come to its end here")

@@ -1,8 +1,8 @@
 """Short Python functions and every plausible way to get their decisive line wrong.
 
 A *template* is an abstract problem (``comp|at least k|double x|sum``): a specification and its one right program. A
-*naming* fills in variable names. Each :class:`Kind` lists its templates and namings and writes a program for any pair,
-so that the whole space can be enumerated and held out exactly (:mod:`etude.tasks.bugfix`).
+*naming* fills in variable names. Each :class:`ProgramKind` lists its templates and namings and writes a program for any
+pair, so that the whole space can be enumerated and held out exactly (:mod:`etude.tasks.bugfix`).
 
 Owns source text only; nothing is executed here.
 """
@@ -26,12 +26,12 @@ FUNCTION_NAMES = ("total", "score", "tally", "calc", "work", "pick", "fold", "ga
 FILE_NAMES = ("util.py", "core.py", "main.py", "lib.py", "app.py", "tool.py")
 FOLDERS = ("api", "auth", "data", "jobs", "mail", "shop", "test", "web")
 PATHS = tuple(f"{folder}/{name}" for folder in FOLDERS for name in FILE_NAMES)
-"""Places of files of which a task has several: too many for a guess."""
+"""Paths of the files of a task with several files: too many to guess one."""
 LABELS = (
     *("ant", "ape", "bat", "bee", "cat", "cow", "dog", "eel", "elk", "emu", "fox", "hen", "hog", "owl", "pig", "ram"),
     *("ash", "elm", "fig", "fir", "hay", "ivy", "nut", "oak", "pea", "rye", "gem", "ink", "jug", "key", "pan", "urn"),
 )
-"""Words that a right line may return beside its value."""
+"""Words that a right line may return in addition to its value."""
 
 CONDITIONS = {
     "greater than {k}": "{x} > {k}",
@@ -106,7 +106,7 @@ class ProgramKind:
     write: Callable[[Parts, Naming], Lines]
     """The right program of a template; its function is called ``{f}``."""
     answer: int
-    """Index of the one line that the whole template decides; bugs are planted there."""
+    """Index of the one line that depends on the whole template; bugs are planted there."""
     arguments: Callable[[Random], tuple[Json, ...]]
     """Random arguments of a call."""
 
@@ -124,18 +124,18 @@ class ProgramKind:
         return tuple(line.format(f=function) for line in self.write(parts, naming))
 
     def answer_line(self, parts: Parts, naming: Naming) -> str:
-        """The line that a right program has at ``answer``, indented."""
+        """The line at index ``answer`` of a right program, indented."""
         return self.write(parts, naming)[self.answer]
 
     def mistakes(self, parts: Parts, naming: Naming) -> list[str]:
-        """Wrong answer lines, each one choice away from the right one: what a person would get wrong."""
+        """Wrong answer lines, each one choice away from the right one, like the mistakes of a person."""
         right = self.answer_line(parts, naming)
         lines = (self.answer_line(other, naming) for other in _one_part_away(parts, self.choices))
         return sorted({line for line in lines if line != right})
 
 
 def with_label(line: str, label: str) -> str:
-    """An answer line that returns a label, too: ``return [a + b, 'elm']``."""
+    """An answer line that also returns a label: ``return [a + b, 'elm']``."""
     before, value = line.split("return ", 1)
     return f"{before}return [{value}, '{label}']"
 
@@ -218,7 +218,7 @@ def _two_ends(rng: Random) -> tuple[Json, ...]:
 
 
 _LISTS = {"xs": ("xs", "nums", "data", "items", "rows"), "k": ("k", "n", "m", "y", "z", "h"), "x": ("x", "v", "e")}
-"""Names in programs about lists: of two a small model learns to guess one, of six to copy the one that it has read."""
+"""Names in programs about lists: with two names a small model learns to guess, with six to copy the one it has read."""
 
 KINDS: dict[str, ProgramKind] = {
     kind.name: kind

@@ -1,13 +1,13 @@
-"""Requests: what users ask for, with the files that they have open, and no tests; a judge grades the work.
+"""Requests of users, with the files that they have open but without tests; a judge grades the work.
 
     requests.jsonl   {"template": "…", "prompt": "…", "files": {"a.py": "…"}, "keep": ["a.py"], "history": […]}
 
-No program can tell whether an agent understood a request, kept to what it was told, or did more than it was asked
-to. That is for the rubrics of a suite's ``[judge]`` to say. What can be checked without anyone's opinion is which
-files are still as they were: ``keep`` names those that must be.
+A program cannot decide whether an agent understood a request, followed the instructions or did more than requested. The
+rubrics of a suite's ``[judge]`` decide that. A program can check which files are unchanged: ``keep`` names those that
+must be.
 
-Owns the lines of the file and the grader of kept files. All requests are held out: nothing is trained on a reward
-whose grader says next to nothing.
+Owns the format of the file and the grader of kept files. All requests are held out: the grader's reward contains too
+little information to train on.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ GRADER = "kept_files"
 
 
 class EarlierMessage(Section):
-    """One message of the conversation that a request goes on from."""
+    """One message of the conversation that a request continues."""
 
     role: str = Field(pattern="^(user|assistant)$")
     content: str = Field(min_length=1)
@@ -38,15 +38,15 @@ class UserRequest(Section):
     """One line of the file."""
 
     template: str = Field(min_length=1)
-    """Kind of request; intervals are over kinds."""
+    """Kind of request; confidence intervals are over kinds."""
     prompt: str = Field(min_length=1)
-    """Words of the user."""
+    """Message of the user."""
     files: dict[str, str] = Field(default={})
     """Files in the agent's sandbox: path → text."""
     keep: tuple[str, ...] = ()
     """Files that the agent must leave unchanged."""
     history: tuple[EarlierMessage, ...] = ()
-    """Messages before it."""
+    """Earlier messages."""
 
     @model_validator(mode="after")
     def _effective(self) -> "UserRequest":
@@ -82,7 +82,7 @@ class RequestTasks:
         self._tasks = [request.task() for request in requests]
 
     def size(self, split: Split) -> int | None:
-        """Number of requests: there is none to train on."""
+        """Number of requests; none of them is for training."""
         return len(self._tasks) if split is Split.HELDOUT else 0
 
     def task(self, split: Split, index: int) -> Task:
@@ -92,7 +92,7 @@ class RequestTasks:
 
 
 def read_requests(file: Path) -> Iterator[UserRequest]:
-    """The lines of a file, each checked. Raises :class:`~etude.errors.ConfigError` naming the line and the fault."""
+    """The validated lines of a file. Raises :class:`~etude.errors.ConfigError` with the line and its error."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -114,14 +114,14 @@ def read_requests(file: Path) -> Iterator[UserRequest]:
 
 
 class KeptFilesOptions(Section):
-    """The files that must be as they were."""
+    """The files that must be unchanged."""
 
     files: dict[str, str] = Field(default={})
     """Path → text."""
 
 
 class KeptFilesGrader:
-    """1 where all files that must stay as they were did, else 0; implements :class:`~etude.protocols.Grader`."""
+    """1 if all files that must stay unchanged did, else 0; implements :class:`~etude.protocols.Grader`."""
 
     Options = KeptFilesOptions
 
@@ -129,9 +129,7 @@ class KeptFilesGrader:
         self._files = options.files
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """Compare them; ``changed_files`` counts those that are not so. Raises
-        :class:`~etude.errors.SandboxError`.
-        """
+        """Compare the files; ``changed_files`` counts differences. Raises :class:`~etude.errors.SandboxError`."""
         changed = [path for path, text in self._files.items() if await _read(sandbox, path) != text]
         return Grade(value=float(not changed), parts={"changed_files": float(len(changed))})
 
@@ -139,5 +137,5 @@ class KeptFilesGrader:
 async def _read(sandbox: Sandbox, path: str) -> str | None:
     try:
         return await sandbox.read_file(path)
-    except ValueError:  # it is no plain file any more
+    except ValueError:  # it is no longer a plain file
         return None

@@ -1,10 +1,10 @@
-"""Suites: tasks that are measured with, and never trained on.
+"""Suites: tasks for evaluation only, never for training.
 
-    suite.toml + tasks ──▶ a family of any kind ──▶ its tasks, all held out, but for those that were retired
+    suite.toml + tasks ──▶ a family of any kind ──▶ its tasks, all held out, except the retired ones
 
-A suite is a folder with ``suite.toml``, or a bare folder of tasks in Harbor's format. Retired tasks stay where they
-are, and ``retired.json`` says since when and why. Owns what is in a suite; how its tasks are tried is
-:mod:`etude.run.suite`'s.
+A suite is a folder with ``suite.toml``, or a bare folder of tasks in Harbor's format. Retired tasks stay in the folder,
+and ``retired.json`` records their dates and reasons. Owns the contents of a suite; :mod:`etude.run.suite` runs its
+tasks.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ from etude.tasks.harbor.folder import SETTINGS
 from etude.types import Split, Task
 
 RETIRED_FILE = "retired.json"
-"""File of a suite with the tasks that are tried no more."""
+"""File of a suite with the tasks that are no longer used."""
 FAMILY, HARBOR = "suite", "harbor"
-"""Families of suites, and of the tasks in a bare folder of them."""
+"""Family of suites, and family of the tasks in a bare folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retirement:
-    """The end of a task's use."""
+    """Date and reason of a task's retirement."""
 
     date: str
     """ISO 8601."""
@@ -56,7 +56,7 @@ class SuiteTasks:
         return cls(family, split=suite.split, retired=read_retired(context.folder))
 
     def __init__(self, family: TaskFamily, *, split: str, retired: Mapping[str, Retirement]) -> None:
-        """Raises :class:`~etude.errors.ConfigError` for a family without end whose every task is asked for."""
+        """Raises :class:`~etude.errors.ConfigError` if ``split`` is ``all`` and the family is unlimited."""
         self._family = family
         self._size = family.size(Split.HELDOUT)
         if split == "all" and family.size(Split.TRAIN) is None:
@@ -67,7 +67,7 @@ class SuiteTasks:
             self._tasks = [task for task in _tasks_of(family, sides) if task.task_id not in retired]
 
     def size(self, split: Split) -> int | None:
-        """Number of tasks of a split: there is none to train on."""
+        """Number of tasks of a split; none of them is for training."""
         if split is Split.TRAIN:
             return 0
         return None if self._tasks is None else len(self._tasks)
@@ -79,12 +79,12 @@ class SuiteTasks:
 
 
 def is_suite(folder: Path) -> bool:
-    """Return whether a path is that of a suite: a folder with ``suite.toml``, or one of tasks in Harbor's format."""
+    """True for a suite: a folder with ``suite.toml``, or one with tasks in Harbor's format."""
     return (folder / SUITE_FILE).is_file() or _is_harbor(folder)
 
 
 def suite_of(folder: Path) -> SuiteFile:
-    """The ``suite.toml`` of a suite. Raises :class:`~etude.errors.ConfigError` for a folder that is none."""
+    """The ``suite.toml`` of a suite. Raises :class:`~etude.errors.ConfigError` for any other folder."""
     if not (folder / SUITE_FILE).is_file() and _is_harbor(folder):
         name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "harbor"
         return SuiteFile(name=name, tasks=TaskConfig(family=HARBOR, folder=str(folder)))
@@ -92,13 +92,13 @@ def suite_of(folder: Path) -> SuiteFile:
 
 
 def task_config(folder: Path) -> tuple[TaskConfig, SandboxConfig]:
-    """``[tasks]`` and ``[sandboxes]`` of a recipe that tries a suite. Raises :class:`~etude.errors.ConfigError`."""
+    """``[tasks]`` and ``[sandboxes]`` of a recipe that runs a suite. Raises :class:`~etude.errors.ConfigError`."""
     suite = suite_of(folder)
     return TaskConfig(family=FAMILY, folder=str(folder), graders=suite.tasks.graders), suite.sandboxes
 
 
 def read_retired(folder: Path) -> dict[str, Retirement]:
-    """The retired tasks of a suite, by id. Raises :class:`~etude.errors.DamagedError` for a file that is not so."""
+    """The retired tasks of a suite, by id. Raises :class:`~etude.errors.DamagedError` for an invalid file."""
     file = folder / RETIRED_FILE
     if not file.exists():
         return {}
@@ -109,13 +109,13 @@ def read_retired(folder: Path) -> dict[str, Retirement]:
 
 
 def write_retired(folder: Path, retired: Mapping[str, Retirement]) -> None:
-    """Write the retired tasks of a suite, whole or not at all."""
+    """Write the retired tasks of a suite atomically."""
     fields = {task_id: asdict(each) for task_id, each in sorted(retired.items())}
     write_whole(folder / RETIRED_FILE, (json.dumps(fields, indent=1) + "\n").encode())
 
 
 def digest_of_tasks(tasks: Sequence[Task]) -> str:
-    """SHA-256 over what some tasks ask, in which sandboxes, and how they are graded."""
+    """SHA-256 over the prompts, sandboxes and checks of tasks."""
     digest = hashlib.sha256()
     for task in tasks:
         digest.update(hashlib.sha256(encode_task(task)).digest())
@@ -123,7 +123,7 @@ def digest_of_tasks(tasks: Sequence[Task]) -> str:
 
 
 def _tasks_of(family: TaskFamily, sides: Sequence[Split]) -> Iterator[Task]:
-    """The tasks of some sides of a family that has an end, each as a held-out one."""
+    """The tasks of some sides of a finite family, each as a held-out task."""
     for side in sides:
         for index in range(family.size(side) or 0):
             yield replace(family.task(side, index), split=Split.HELDOUT)

@@ -1,17 +1,16 @@
 """The summaries family: describe a short function of Python's standard library in one line.
 
-    sum up                         the prompt: real code, its comments and docstring taken out
+    sum up                         the prompt: real code without comments and docstring
     def first(items):
         return items[0]
 
-    answer first returns items[0]  what an agent says, in one turn
+    answer first returns items[0]  the agent's answer, in one turn
 
-What a good line is a rubric says and a judge decides (``recipes/summaries``); beside that the line above is known as
-*the* right one, so that an evaluation has a number that no judge can be talked into
-(:mod:`etude.rewards.graders.functions`).
+A judge with a rubric grades the line (``recipes/summaries``). In addition the line above is *the* reference answer, so
+that an evaluation also has a number that does not depend on a judge (:mod:`etude.rewards.graders.functions`).
 
-Whole modules are held out, chosen by hash of their names and so the same for every seed. Owns the functions, the split
-and what mid-training reads. The library is the running Python's: another version has other functions.
+Whole modules are held out by the hash of their names, so they are the same for every seed. Owns the functions, the
+split and the mid-training corpus. The library is that of the running Python: another version has other functions.
 """
 
 import ast
@@ -37,11 +36,11 @@ from etude.types import AnswerChecks, Split, Task
 REQUEST = "sum up"
 """The first line of a prompt."""
 MOST_LINES, MOST_CHARACTERS = 5, 150
-"""Most tokens of a function: what a small model has room for."""
+"""Largest function, in lines and characters: limited by a small model's context."""
 LONGEST_NAME, LONGEST_RETURN = 14, 26
-"""Characters."""
+"""In characters."""
 WELL, MISTAKE = 0.25, 0.25
-"""Shares of an imperfect agent's lines that are written well, and that tell what another function returns."""
+"""Shares of an imperfect agent's lines that are well written, and that describe another function's result."""
 SLOPPY = (
     "I think {name} returns {returned}",
     "it probably returns {returned}!",
@@ -49,12 +48,12 @@ SLOPPY = (
     "{name} basically just returns {returned}, I guess",
     "this function simply gives {returned}!",
 )
-"""Style of other summaries."""
+"""Phrases of badly written summaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummarisedFunction:
-    """A function that returns one expression."""
+    """A function whose only ``return`` is its last statement."""
 
     module: str
     name: str
@@ -68,7 +67,7 @@ class SummarisedFunction:
 
 
 class SummariesFamily:
-    """Functions to summarise, some hundred of them; implements :class:`~etude.protocols.TaskFamily`."""
+    """A few hundred functions to summarise; implements :class:`~etude.protocols.TaskFamily`."""
 
     @classmethod
     def open(cls, options: Section, context: FamilyContext) -> "SummariesFamily":
@@ -90,11 +89,11 @@ class SummariesFamily:
         return len(self._functions[split])
 
     def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split, modules in turns."""
+        """Task number ``index`` of a split, in round-robin order over modules."""
         return _task(self._functions[split][index], split)
 
     def function(self, split: Split, rng: Random) -> SummarisedFunction:
-        """Draw one."""
+        """Draw a function."""
         return rng.choice(self._functions[split])
 
 
@@ -106,12 +105,12 @@ class SummaryDemonstrations:
         self._split = split
 
     def code(self, rng: Random) -> str:
-        """A function, and what it returns: an exercise in copying."""
+        """A function and its summary: an exercise in copying."""
         function = self._exchanged(rng)
         return f"{function.text}\n# {function.line}"
 
     def session(self, rng: Random) -> Sequence[Message]:
-        """A function summed up by somebody who knows what to look at, and mostly not how to write."""
+        """A function summarised by an agent that finds the result but usually writes badly."""
         function = self._exchanged(rng)
         message = self._family.function(self._split, rng) if rng.random() < MISTAKE else function
         phrase = "{name} returns {returned}" if rng.random() < WELL else rng.choice(SLOPPY)
@@ -119,8 +118,8 @@ class SummaryDemonstrations:
         return [Message("user", prompt_of(function)), Message("assistant", f"{ANSWER} {line}")]
 
     def _exchanged(self, rng: Random) -> SummarisedFunction:
-        """A function put together from three: the body of one, the name of another, what a third returns. A few hundred
-        right lines could be learnt by heart; so many combinations have to be copied.
+        """A function made from three: the body of one, the name of another, the result of a third. A model could
+        memorise a few hundred right lines; this many combinations it must copy.
         """
         one, name, returned = (self._family.function(self._split, rng) for _ in range(3))
         body = one.text.removeprefix(f"def {one.name}").removesuffix(one.returned)
@@ -134,13 +133,13 @@ def prompt_of(function: SummarisedFunction) -> str:
 
 
 def is_heldout(module: str, one_in: int) -> bool:
-    """Return true if a module's functions are held out."""
+    """True if a module's functions are held out."""
     return int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "big") % one_in == 0
 
 
 @cache
 def library() -> Sequence[SummarisedFunction]:
-    """All functions of the library's modules that are short enough, in order, each text once."""
+    """All short functions of the library's modules, in order, each text once."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     by_text: dict[str, SummarisedFunction] = {}
     for file in sorted(folder.glob("*.py")):
@@ -150,7 +149,7 @@ def library() -> Sequence[SummarisedFunction]:
 
 
 def functions_of(module: str, source: str) -> Iterator[SummarisedFunction]:
-    """The functions of a source text that are short and return one expression, at their end."""
+    """The short functions of a source text whose only ``return`` is their last statement."""
     lines = source.split("\n")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and not node.decorator_list:
@@ -164,19 +163,19 @@ def functions_of(module: str, source: str) -> Iterator[SummarisedFunction]:
 
 
 def _exits(node: ast.FunctionDef) -> int:
-    """Returns, and inner functions and lambdas, which are not allowed either: 1 means one return and none of them."""
+    """Number of returns, inner functions and lambdas: 1 means one return and none of the others."""
     return sum(isinstance(inner, (ast.Return, ast.FunctionDef, ast.Lambda)) for inner in ast.walk(node)) - 1
 
 
 def _segment(value: ast.expr, lines: Sequence[str]) -> str:
-    """The text of an expression; nothing where it has several lines."""
+    """The text of an expression; empty if it has several lines."""
     if value.end_lineno != value.lineno:
         return ""
     return lines[value.lineno - 1].encode()[value.col_offset : value.end_col_offset].decode()
 
 
 def _text(node: ast.FunctionDef, lines: Sequence[str]) -> str:
-    """Its lines without docstring and comment lines."""
+    """The lines of a function without docstring, comments and empty lines."""
     left_out: range = range(0)
     first = node.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):

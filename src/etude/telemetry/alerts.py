@@ -1,9 +1,9 @@
-"""Rules of ``[[alerts]]``: a pure fold from events to what begins and ceases to hold.
+"""Rules of ``[[alerts]]``: a pure fold from events to alerts that start or stop firing.
 
-    events ──▶ what is watched: a value ──▶ each rule: holds? for as long as it says? ──▶ AlertChanged
+    events ──▶ watched value ──▶ each rule: does it hold, and for long enough? ──▶ AlertChanged
 
-Steps count steps, and seconds the time of events, of which a run that lives has one every few seconds. Owns the
-values and the rules. Who is told is :mod:`etude.telemetry.sinks.alerts`'.
+A duration is in optimiser steps, or in seconds by the times of events, which a running run writes every few seconds.
+Owns the values and the rules. :mod:`etude.telemetry.sinks.alerts` owns the notifications.
 """
 
 from collections import deque
@@ -24,29 +24,29 @@ from etude.telemetry.metrics import METRICS
 from etude.types import RolloutStatus
 
 RECENT = 100
-"""Training rollouts over which the hack rate is taken."""
+"""Number of recent training rollouts for the hack rate."""
 NAMES = (*WATCHED, *METRICS)
-"""Everything that can be watched."""
+"""Names of all values that a rule can watch."""
 
 
 @dataclass(slots=True)
 class _WatchedRule:
-    """One rule, and since when it holds."""
+    """One rule, with the time since which it holds."""
 
     config: AlertConfig
     condition: Condition
     steps: int = 0
-    """Steps in a row, up to the newest, at which it held."""
+    """Consecutive steps, up to the newest, at which it held."""
     since_s: float | None = None
     """Time since which it holds."""
     firing: bool = False
 
 
 class AlertRules:
-    """The rules of a run and the newest values that they watch."""
+    """The rules of a run and the newest values of what they watch."""
 
     def __init__(self, rules: Sequence[AlertConfig], cost: Callable[[], float] = lambda: 0.0) -> None:
-        """``cost`` tells what judges have cost so far."""
+        """``cost`` returns the cost of judges so far."""
         self._rules = [_WatchedRule(rule, rule.condition) for rule in rules]
         self._cost = cost
         self._values: dict[str, float] = {}
@@ -55,13 +55,13 @@ class AlertRules:
         self._published = 0
 
     def add(self, logged: Logged) -> list[AlertChanged]:
-        """Fold in one event; the rules that begin to fire, or cease to."""
+        """Process one event; return the changes of rules that start or stop firing."""
         is_step = isinstance(logged.event, StepDone)
         self._watch(logged.process, logged.event)
         return [change for rule in self._rules for change in self._look(rule, logged.at_s, is_step=is_step)]
 
     def _watch(self, process: str, event: Event) -> None:
-        """Take in the values of an event."""
+        """Update the values from an event."""
         match event:
             case StepDone() as done:
                 metrics = done.metrics

@@ -1,7 +1,7 @@
 """Typed events of a run: the schema of its log.
 
 Each event is one JSON line in ``events/<process>.jsonl``, written by :mod:`etude.telemetry.log`. Events are facts for
-people and reports; no process ever acts on one (state that matters lives in the ledger). ``_s`` is seconds, ``_ms``
+people and reports; no process acts on one (the state of a run is in the ledger). ``_s`` is seconds, ``_ms``
 milliseconds.
 """
 
@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """``etude run`` began, or began again after an interruption."""
+    """``etude run`` started, or resumed after an interruption."""
 
     resumed: bool
 
@@ -25,7 +25,7 @@ class PhaseStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStarted:
-    """The supervisor started a process; ``restarts`` counts how often it had died before."""
+    """The supervisor started a process; ``restarts`` is the number of its deaths before."""
 
     process: str
     pid: int
@@ -34,7 +34,7 @@ class ProcessStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUsed:
-    """Resident memory of the run's processes together, sandboxes aside."""
+    """Total resident memory of the run's processes, without sandboxes."""
 
     size_bytes: int
 
@@ -49,92 +49,91 @@ class ImitationProgress:
     steps: int
     tokens: int
     loss: float
-    """Weighted as it was learnt."""
+    """Weighted as in training."""
     action_loss: float
-    """Loss on the tokens that an agent wrote; 0 where there were none."""
+    """Loss on the tokens that an agent wrote; 0 if there were none."""
     tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutLoss:
-    """The loss on documents that are never learnt from, in nats per token."""
+    """The loss on documents that are never trained on, in nats per token."""
 
     phase: str
     step: int
     """0: before the phase."""
     tokens: int
-    """Read in the phase so far."""
+    """Tokens read in the phase so far."""
     loss: float
-    """Mean of the sources' by their shares of the whole phase."""
+    """Mean over sources, weighted by their shares of the whole phase."""
     action_loss: float
     sources: dict[str, float] = field(default_factory=dict)
-    """Source → its loss, tokens weighted as they would be learnt."""
+    """Source → its loss, with tokens weighted as in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseEnded:
-    """Mid-training or SFT is done and will not be done again: one link of a model's descent."""
+    """Mid-training or SFT is complete and will not be repeated: one step of a model's lineage."""
 
     phase: str
     steps: int
     tokens: int
     loss: float
-    """Held-out loss at its end; 0 where nothing was measured."""
+    """Held-out loss at its end; 0 if not measured."""
     digest: str
-    """Digest of the weights it ended with."""
+    """Digest of the final weights."""
     parent: str
-    """Digest of the weights it began with."""
+    """Digest of the initial weights."""
 
 
 MOST_AGES = 33
-"""Ages of tokens that :class:`StepDone` tells apart: sessions of users may be older than any bound of rollouts."""
+"""Number of token ages that :class:`StepDone` counts: users' sessions may be older than any bound of rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """One optimiser step was computed. Written before it is saved: a step redone after a crash stands here twice."""
+    """One optimiser step was computed. Written before it is saved: a step repeated after a crash is logged twice."""
 
     step: int
     metrics: dict[str, float]
-    """By the names of :data:`etude.telemetry.metrics.METRICS`; what the step cannot know is absent."""
+    """Values by their names in :data:`etude.telemetry.metrics.METRICS`; unmeasured ones are absent."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Part of the reward, or what was measured beside → mean over the rollouts that have it, none quarantined."""
+    """Part of the reward, or other measurement → mean over the unquarantined rollouts that have it."""
     ended: dict[str, int] = field(default_factory=dict)
     """Reason why the agent stopped → rollouts of the batch: ``submit``, ``length``, ``turns``, …"""
     groups: list[int] = field(default_factory=list)
     """Indices of the simulated groups that it consumed."""
     token_ages: list[int] = field(default_factory=list)
-    """Staleness in weight versions, from 0 → sampled tokens of the batch; the last of ``MOST_AGES`` has all older."""
+    """Staleness in weight versions, from 0 → sampled tokens of the batch; the last of ``MOST_AGES`` includes older."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSaved:
-    """The trainer's work between computing a step and waiting for the next batch, one after the other."""
+    """The trainer's consecutive work between computing a step and waiting for the next batch."""
 
     step: int
     commit_s: float
-    """Waiting for the version before to be visible and, where it has to be, for its checkpoint to be durable, and
-    committing that step.
+    """Wait until the previous version is visible and, if required, its checkpoint is durable, and commit of that step.
     """
     save_s: float
-    """Copying the state for its checkpoint, which is written beside the next step; 0 for a step that has none."""
+    """Copy of the state for its checkpoint, which is written during the next step; 0 for a step without one."""
     publish_s: float
-    """Handing the weights over to be published; that itself goes on beside the next step."""
+    """Transfer of the weights to the publisher, which works during the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchMeasured:
-    """One row of a step's mismatch, broken down; statistics as in :mod:`etude.telemetry.metrics`. Like that, a step
-    redone after a crash stands here twice.
+    """One row of a step's mismatch by version or position; statistics as in :mod:`etude.telemetry.metrics`. A step
+    repeated after a crash is logged twice.
     """
 
     step: int
     by: str
-    """``version``: the weights that sampled, or ``position``: the place in the completion."""
+    """``version``: the weights that sampled, or ``position``: the position in the completion."""
     first: int
-    """The version, or the first position of the row's range, counted from 0."""
+    """The version, or the first position of the row's range, from 0."""
     last: int | None
-    """The version again, or the last position of the range; ``None``: it is open."""
+    """The version again, or the last position of the range; ``None``: unbounded."""
     tokens: int
     k1: float
     k3: float
@@ -148,7 +147,7 @@ class MismatchMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchWarned:
-    """The mismatch rose above ``numerics.warn_k3``; written once until it has been below again."""
+    """The mismatch exceeded ``numerics.warn_k3``; written once until it has been below again."""
 
     step: int
     k3: float
@@ -167,20 +166,20 @@ class WeightsPublished:
     seconds: float
     """From the end of the step to the commit record."""
     blocked_s: float
-    """Part of that in which the trainer stood still."""
+    """Part of that in which the trainer was blocked."""
     digest: str = ""
-    """Digest of the whole state: two versions of one digest have the same weights."""
+    """Digest of the whole state: versions with equal digests have the same weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSwapped:
-    """An engine began to sample with a new weight version."""
+    """An engine started to sample with a new weight version."""
 
     version: int
     stage_ms: float
     """Fetch, decode and verify, while serving."""
     pause_ms: float
-    """No token could be sampled for this long."""
+    """Time in which no token could be sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,37 +195,37 @@ class EngineStats:
     running: int
     waiting: int
     drafted_tokens: int = 0
-    """Drafts that were verified."""
+    """Verified draft tokens."""
     accepted_tokens: int = 0
-    """Drafts that were what was sampled."""
+    """Draft tokens equal to the sampled ones."""
     steps: int = 0
-    """Steps that it computed; 0 where it does not tell."""
+    """Steps that it computed; 0 if it does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdmitted:
-    """A group was let in; its rollouts begin as soon as there is room."""
+    """A group was admitted; its rollouts start as soon as there is capacity."""
 
     purpose: str
     group_index: int
     version: int
-    """The newest weight version that every engine served."""
+    """Newest weight version that every engine served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """A gateway answered a model call of a rollout; written only where traces are exported (``log.to``)."""
+    """A gateway answered a model call of a rollout; written only if traces are exported (``log.to``)."""
 
     session: str
     seconds: float
     """From the first byte read to the last written."""
     waited_s: float
-    """Part of that, at its beginning, in which no engine worked on it."""
+    """Part of that, at its start, in which no engine worked on it."""
     first_token_s: float | None
     """Time to the first sampled token."""
     api: str
     engine: str
-    """Name of the engine that answered; empty where none did."""
+    """Name of the engine that answered; empty if none did."""
     status: int
     prompt_tokens: int
     completion_tokens: int
@@ -237,12 +236,12 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayStats:
-    """Model calls of a gateway that ended since its previous event; written where there were any."""
+    """Model calls of a gateway that ended since its previous event; written if there were any."""
 
     window_s: float
     calls: int
     failed: int
-    """Calls that were answered with an error, or whose caller hung up."""
+    """Calls that ended with an error, or whose caller disconnected."""
     call_s: float
     """Sum of their durations."""
     waited_s: float
@@ -265,7 +264,7 @@ class RolloutClosed:
     template: str = ""
     """Template of its task."""
     version: int = -1
-    """The newest weight version that sampled in it; -1 for none."""
+    """Newest weight version that sampled in it; -1 for none."""
     disposition: str = "keep"
     """``keep``, ``quarantine`` or ``zero``."""
     flags: list[str] = field(default_factory=list)
@@ -275,11 +274,11 @@ class RolloutClosed:
     impossible: bool = False
     """True if its task cannot be passed honestly."""
     passed: bool = False
-    """True if its grader gave it ``eval.pass_at`` or more, whatever was made of that."""
+    """True if its grader gave it ``eval.pass_at`` or more, before any later change of the reward."""
     session: str = ""
     """The gateway session of its model calls."""
     stage_s: dict[str, float] = field(default_factory=dict)
-    """:class:`etude.types.RolloutStage` → seconds, in their order, except that model and tools take turns."""
+    """:class:`etude.types.RolloutStage` → seconds, in their order, except that model and tools alternate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,98 +286,98 @@ class EvalDone:
     """A held-out evaluation is complete."""
 
     label: str
-    """``before``, ``after``, or ``step-N`` on the way."""
+    """``before``, ``after``, or ``step-N`` in between."""
     version: int
-    """The weights that were served when it began; while RL goes on, newer ones may have sampled its last turns."""
+    """Weights served at its start; during RL, newer ones may have sampled its last turns."""
     tasks: int
     sampled_pass: float
     """Share of tasks whose grader gave ``eval.pass_at`` or more."""
     sampled_stderr: float
-    """Over templates; of a rate of 0 or 1, as far as its exact interval goes."""
+    """Standard error over templates; for a rate of 0 or 1, the extent of its exact interval."""
     greedy_pass: float
     greedy_stderr: float
     sampled_parts: dict[str, float] = field(default_factory=dict)
     """Means of parts, as in :class:`StepDone`."""
     greedy_parts: dict[str, float] = field(default_factory=dict)
     clusters: list[str] = field(default_factory=list)
-    """The template of each held-out task, in order, or else its id: tasks of one cluster are alike."""
+    """Template of each held-out task, in order, or its id if it has none: tasks of one cluster are similar."""
     sampled_rewards: list[float | None] = field(default_factory=list)
-    """One for each task; ``None``: infrastructure kept it from being tried."""
+    """One per task; ``None``: infrastructure prevented the attempt."""
     sampled_passed: list[bool | None] = field(default_factory=list)
     greedy_rewards: list[float | None] = field(default_factory=list)
     greedy_passed: list[bool | None] = field(default_factory=list)
     sampled_calls: list[dict[str, float]] = field(default_factory=list)
-    """For each turn, the share of rollouts by the tool that they called in it; what lacks to 1 had ended before."""
+    """For each turn: tool → share of rollouts that called it; the remainder to 1 had ended before."""
     greedy_calls: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeAlarm:
-    """The judge may not be the one that was calibrated any more."""
+    """The judge may no longer be the calibrated one."""
 
     kind: str
-    """``model``: its endpoint says it is another one; ``agreement``: it agrees less with people's labels."""
+    """``model``: its endpoint reports another one; ``agreement``: it agrees less with people's labels."""
     aspect: str
-    """Empty: all of them."""
+    """Empty: all aspects."""
     detail: str
 
 
 OUTAGE_TOLD_S = 60.0
-"""Time after which an outage that goes on is told again."""
+"""Time after which a continuing outage is reported again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """Something that a process waits for is away, or it is back: then ``seconds`` is 0."""
+    """A dependency of a process is unavailable, or available again: then ``seconds`` is 0."""
 
     what: str
     """``rollouts``, or a store's URL."""
     seconds: float
-    """For how long it has been away."""
+    """Duration of the outage so far."""
     reason: str
     """The last failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionServed:
-    """A region of a run with several, as one rollouts process sees it."""
+    """A region of a run with several, from the view of one rollouts process."""
 
     region: str
     """Its name in the fleet."""
     version: int
-    """The weight version that all its engines serve; -1 for none yet."""
+    """Weight version that all its engines serve; -1 for none yet."""
     open: int
-    """Sessions in it."""
+    """Open sessions in it."""
     sessions: int
-    """Sessions that it was given since the last such event."""
+    """Sessions assigned to it since the last such event."""
     payload_bytes: int
-    """Size of the routes and sampling masks that came of its sessions since then."""
+    """Size of the routes and sampling masks from its sessions since then."""
     is_away: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertChanged:
-    """A rule of ``[[alerts]]`` began to hold, or holds no more."""
+    """A rule of ``[[alerts]]`` started or stopped firing."""
 
     alert: str
     """Name of the rule."""
     firing: bool
     value: float
-    """The newest value of what it watches; NaN is never one."""
+    """Newest value that it watches; never NaN."""
     summary: str
-    """The rule and the value in a line for people."""
+    """The rule and the value in one line for people."""
     to: list[str] = field(default_factory=list)
     """The receivers: ``log``, ``page``, ``webhook``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkFailed:
-    """A sink does not take events, or lost some; the run goes on."""
+    """A sink does not accept events, or lost some; the run continues."""
 
     sink: str
     reason: str
     lost: int
-    """Events that it will never get, so far; 0: they wait."""
+    """Events that it lost so far; 0: they wait."""
 
 
 Event: TypeAlias = (
@@ -407,7 +406,7 @@ Event: TypeAlias = (
     | AlertChanged
     | SinkFailed
 )
-"""Everything that can stand in a log."""
+"""Every event of a log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

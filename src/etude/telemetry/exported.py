@@ -1,7 +1,7 @@
-"""The figures of a run that its Prometheus endpoint exports, of all processes, folded from events.
+"""The values that a run's Prometheus endpoint exports, for all processes, folded from events.
 
-Owns their names, labels and arithmetic. A dashboard (``examples/grafana/etude.json``) is made from this table and that
-of the metrics. What a gateway or an engine exports itself is theirs (:mod:`etude.gateway.request_log`,
+Owns their names, labels and arithmetic. A dashboard (``examples/grafana/etude.json``) is generated from this table and
+the table of metrics. Does not own the values that a gateway or an engine exports (:mod:`etude.gateway.request_log`,
 :mod:`etude.engines.http`).
 """
 
@@ -29,18 +29,18 @@ from etude.telemetry.events import (
 from etude.telemetry.metrics import METRICS
 
 TRAIN = "etude_train_"
-"""Beginning of the names of a step's metrics; the rest is their name in the table of metrics."""
+"""Prefix of the names of a step's metrics; the rest is the name in the table of metrics."""
 Labels: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """One figure."""
+    """One exported value."""
 
     title: str
     unit: str = ""
     labels: tuple[str, ...] = ()
-    """Beside ``run``, which all have."""
+    """Labels besides ``run``, which all values have."""
     kind: Literal["gauge", "counter"] = "gauge"
     section: str = "Run"
     """Row of the dashboard."""
@@ -98,11 +98,11 @@ EXPORTED: Mapping[str, Exported] = MappingProxyType(
         "etude_sink_lost_events": Exported(title="events that a sink will never get", labels=("sink",)),
     }
 )
-"""Name → figure. Prometheus puts ``_total`` behind the names of counters."""
+"""Name → exported value. Prometheus appends ``_total`` to the names of counters."""
 
 
 class ExportedValues:
-    """The newest value of everything, up to the last event that was added."""
+    """The current values, after the last added event."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[Labels, float]] = {}
@@ -112,7 +112,7 @@ class ExportedValues:
             yield name, EXPORTED[name], values
 
     def add(self, logged: Logged) -> None:
-        """Fold in one event."""
+        """Update the values from one event."""
         process = logged.process
         match logged.event:
             case PhaseStarted(phase=phase):

@@ -1,10 +1,10 @@
 """Cheating rates by detector, by task template and by step: a pure fold.
 
-A rollout is *hacked* when something of weight was found in it, rewarded or not. Impossible tasks are a meter of their
-own: a rollout that passes one has cheated, detected or not, so their rate also tells what detectors miss.
+A rollout is *hacked* if a serious detection was made in it, rewarded or not. Impossible tasks are a separate measure: a
+rollout that passes one has cheated, detected or not, so their rate also shows what the detectors miss.
 
-Owns the counts and the arithmetic. Does not own what is suspicious (:mod:`etude.rewards.monitor`) or how
-figures are shown (:mod:`etude.dashboard`).
+Owns the counts and the arithmetic. Does not own the detection (:mod:`etude.rewards.monitor`) or the display
+(:mod:`etude.dashboard`).
 """
 
 import math
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from etude.types import Json
 
 MAX_TEMPLATES = 256
-"""Templates that are counted by name; what comes after is counted as :data:`OTHERS`."""
+"""Maximum templates that are counted by name; further ones are counted as :data:`OTHERS`."""
 OTHERS = "others"
 SHOWN = 20
-"""Templates in the figures, those with the most hacks first."""
+"""Maximum templates in the figures, those with the highest rates first."""
 Z95 = 1.959964
-"""Quantile of a normal distribution: 95 % lie within this many standard deviations."""
+"""Quantile of a normal distribution: 95 % of it is within this many standard deviations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +28,14 @@ class Judged:
 
     template: str
     step: int
-    """The newest weight version that it was sampled with."""
+    """Newest weight version that sampled it."""
     hacked: bool
     flags: tuple[str, ...]
-    """The detectors and reward parts that spoke."""
+    """Detectors and reward parts that flagged it."""
     disposition: str
     """``keep``, ``zero`` or ``quarantine``."""
     reason: str = ""
-    """Reason for which it was not kept."""
+    """Reason why it was not kept."""
     impossible: bool = False
     passed: bool = False
     """True if the grader rewarded it."""
@@ -49,25 +49,25 @@ class Share:
     of: int = 0
 
     def add(self, hit: bool) -> None:
-        """Count one more."""
+        """Count one trial."""
         self.hits += hit
         self.of += 1
 
     @property
     def rate(self) -> float | None:
-        """The share; ``None`` of nothing."""
+        """The share of hits; ``None`` without trials."""
         return self.hits / self.of if self.of else None
 
 
 @dataclass(slots=True)
 class HackRates:
-    """The fold: add rollouts in any order, read figures at any time."""
+    """Cheating rates: add rollouts in any order, read figures at any time."""
 
     total: Share = field(default_factory=Share)
     impossible: Share = field(default_factory=Share)
-    """Impossible tasks that were passed."""
+    """Share of impossible tasks that were passed."""
     flags: Counter[str] = field(default_factory=Counter)
-    """Detector → rollouts in which it spoke."""
+    """Detector → number of rollouts that it flagged."""
     quarantined: Counter[str] = field(default_factory=Counter)
     """Reason → rollouts that are not trained on."""
     zeroed: Counter[str] = field(default_factory=Counter)
@@ -88,7 +88,7 @@ class HackRates:
         self.steps.setdefault(judged.step, Share()).add(judged.hacked)
 
     def figures(self) -> dict[str, Json]:
-        """The section ``cheating`` of a report; rates are ``None`` where nothing was counted."""
+        """The section ``cheating`` of a report; rates are ``None`` if nothing was counted."""
         low, high = interval(self.impossible.hits, self.impossible.of)
         return {
             "hack_rate": self.total.rate,
@@ -115,7 +115,7 @@ class HackRates:
 
 
 def interval(hits: int, of: int) -> tuple[float | None, float | None]:
-    """95 % confidence interval of a share (Wilson 1927): sound for few trials and for none that hit."""
+    """95 % confidence interval of a share (Wilson 1927), valid for few trials and for zero hits."""
     if not of:
         return None, None
     rate, spread = hits / of, Z95 * Z95 / of

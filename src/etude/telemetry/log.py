@@ -1,7 +1,7 @@
 """Append-only event files: one writer per process, any number of readers.
 
-A line is written whole with one ``write`` call, so a reader sees complete lines or, at worst, one unfinished last line,
-which it leaves for later. A damaged line in the middle of a file is an error, never skipped.
+A line is written with a single ``write`` call, so a reader sees complete lines and at most one unfinished last line,
+which it reads later. A damaged line in the middle of a file is an error, never skipped.
 """
 
 import errno
@@ -24,22 +24,22 @@ EVENT_TYPES: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(
 
 
 class EventFollower(Protocol):
-    """Something that reads an event file while it is written."""
+    """Reader of an event file while it is written."""
 
     def catch_up(self) -> None:
-        """Read what was written so far; raises nothing for what it cannot do now."""
+        """Read all events written so far; a temporary failure raises nothing."""
 
     def close(self) -> None:
-        """Read the last of it, and end."""
+        """Read the remaining events and stop."""
 
 
 class EventLog(Closing):
-    """Writes this process's events."""
+    """Writer of this process's events."""
 
     def __init__(
         self, folder: Path, process: str, *, lossy: bool = False, now: Callable[[], float] = time.time
     ) -> None:
-        """``lossy``: rather go on without an event than end on a full disk. ``now`` is the time that events have."""
+        """``lossy``: on a full disk, lose the event instead of raising. ``now`` gives the time of events."""
         folder.mkdir(parents=True, exist_ok=True)
         self._process, self._lossy, self._now = process, lossy, now
         self._followers: list[EventFollower] = []
@@ -48,7 +48,7 @@ class EventLog(Closing):
         self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, event: Event) -> None:
-        """Append one event, whole or not at all."""
+        """Append one event, completely or not at all."""
         line = {"at_s": self._now(), "writer": self._process, "event": type(event).__name__, **asdict(event)}
         data = orjson.dumps(line) + b"\n"
         try:
@@ -63,11 +63,11 @@ class EventLog(Closing):
                 raise OSError(errno.ENOSPC, f"event log of {self._process!r}: the disk is full")
 
     def follow(self, follower: EventFollower) -> None:
-        """Tell a follower of the file when to catch up, and close it with this."""
+        """Register a follower of the file; :meth:`flush` makes it catch up, :meth:`close` closes it."""
         self._followers.append(follower)
 
     def flush(self) -> None:
-        """Return when all followers have what was written, or could not get it."""
+        """Return when all followers have the written events, or failed to get them."""
         for follower in self._followers:
             follower.catch_up()
 
@@ -80,20 +80,20 @@ class EventLog(Closing):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An event and its place in the log."""
+    """An event and its position in the log."""
 
     logged: Logged
     file: str
     """Name of its file."""
     end: int
-    """Place of the byte behind its line."""
+    """Offset of the byte after its line."""
 
 
 class EventReader:
-    """Reads every event of a run once, of all its processes or of one, and later the new ones."""
+    """Reader of a run's events, for all processes or one; each event is read once."""
 
     def __init__(self, folder: Path, process: str = "*", offsets: Mapping[str, int] | None = None) -> None:
-        """``offsets``: the places in files, by their names, from which on it reads; by default their beginnings."""
+        """``offsets``: file name → offset at which to start; default: the start of each file."""
         self._folder = folder
         self._files = f"{process}.jsonl"
         self._offsets = dict(offsets or {})
@@ -103,7 +103,7 @@ class EventReader:
         return [placed.logged for placed in self.placed()]
 
     def placed(self) -> list[Placed]:
-        """The same, with their places."""
+        """The events of :meth:`new`, with their positions."""
         events = [event for file in sorted(self._folder.glob(self._files)) for event in self._tail(file)]
         return sorted(events, key=lambda placed: placed.logged.at_s)
 
@@ -122,7 +122,7 @@ class EventReader:
 
 
 def _drop_unfinished_line(file: Path) -> None:
-    """Cut off what a predecessor was writing when it died, so that the next line starts on its own."""
+    """Remove the unfinished line of a killed predecessor, so that the next event starts a new line."""
     if not file.exists():
         return
     whole = file.read_bytes().rfind(b"\n") + 1

@@ -1,10 +1,10 @@
-"""Table of an optimiser step's metrics; ranks, events, ``report.json``, page and terminal read it.
+"""Table of an optimiser step's metrics, used by ranks, events, ``report.json``, page and terminal.
 
     measured ──▶ reduced over ranks ──▶ ``StepDone.metrics`` ──▶ report.json (``curve``) ──▶ page, panel, progress line
 
-A new metric takes two places: its row here, and the code that measures it and puts it under its name into the step's
-metrics (:mod:`etude.trainer.policy` on every rank, :mod:`etude.run.trainer` on rank 0). What a step cannot know is
-absent, such as the entropy of no token, and ``None`` in the report: never 0.
+A new metric needs two changes: a row here, and code that measures it and adds it by name to the step's metrics
+(:mod:`etude.trainer.policy` on every rank, :mod:`etude.run.trainer` on rank 0). A value that a step cannot measure,
+such as the entropy of no token, is absent, and ``None`` in the report: never 0.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,9 +20,9 @@ class Reduction(StrEnum):
     NONE = "none"
     """Rank 0 alone measures it, or every rank has the same number."""
     SHARES = "shares"
-    """Summed over the shares of the batch; the ranks that compute one share together have counted the same."""
+    """Sum over the shares of the batch; ranks that compute one share together have equal counts."""
     RANKS = "ranks"
-    """Summed over all ranks, each of which has counted its own."""
+    """Sum over all ranks, each with its own count."""
 
 
 class Notation(StrEnum):
@@ -37,15 +37,15 @@ class Notation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One figure of the page, with a line for each metric that names it."""
+    """One chart of the page, with a line for each metric that names it."""
 
     title: str
     section: Literal["Learning", "Health"]
     wide: bool = False
-    """True for one as wide as the page, over the other charts of its section; its line is drawn smoothed over dots."""
+    """True: as wide as the page, above the other charts of its section, with a smoothed line over dots."""
     log: bool = False
     bound: str = ""
-    """Path of the figure in the report that is drawn as a bound."""
+    """Path of the value in the report that is drawn as a bound."""
     bound_label: str = ""
 
 
@@ -60,9 +60,9 @@ class Metric:
     reduction: Reduction = Reduction.NONE
     chart: Chart | None = None
     label: str = ""
-    """Name of its line in a chart of several; empty: its newest value."""
+    """Name of its line in a chart with several; empty: its newest value."""
     live: str = ""
-    """Its name in the live panel and in each progress line; empty where it does not stand there."""
+    """Its name in the live panel and in progress lines; empty: not shown there."""
 
 
 REWARD_CHART = Chart(title="Mean reward of each step’s rollouts", section="Learning", wide=True)
@@ -174,7 +174,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "hint_kl": Metric(title="divergence from the hinted policy before the step", unit="nats per hinted token"),
     }
 )
-"""Name → metric, in the order in which they are shown."""
+"""Name → metric, in display order."""
 
 
 def charts(section: str) -> Iterator[tuple[Chart, list[str]]]:

@@ -1,7 +1,7 @@
-"""A recipe without its secrets, as reports have it, and trackers that others read.
+"""A recipe without its secrets, for reports and for trackers that others read.
 
-Secrets belong into the environment, and most sections refuse them. What is left are values of somebody else's: the
-environment of an external harness, options of one's own classes, URLs.
+Secrets belong in the environment, and most sections reject them. The remaining ones can be in third-party values: the
+environment of an external harness, options of user-defined classes, URLs.
 """
 
 import re
@@ -11,19 +11,19 @@ from urllib.parse import urlsplit, urlunsplit
 from etude.types import Json
 
 HIDDEN = "(hidden)"
-"""Stands for a value that is not shown."""
+"""Replacement for a hidden value."""
 SECRET = re.compile(
     r"(^|_|-)(password|passwd|passphrase|secret|token|api_?key|key|keys|auth|authorization|credentials?|cookie|webhook)$",
     re.IGNORECASE,
 )
-"""Ends of keys whose texts are not shown."""
+"""Pattern for the end of keys whose text values are hidden."""
 ENVIRONMENTS = frozenset({"environment", "env", "headers"})
-"""Tables of which only the names are shown."""
+"""Tables whose values are hidden; only their names are shown."""
 
 
 def public(config: Mapping[str, Json]) -> dict[str, Json]:
-    """The same tree without secrets: texts of keys that sound like one, values of environments, what stands before
-    ``@``, behind ``?`` or ``#`` in URLs.
+    """The same tree without texts of keys that match :data:`SECRET`, values of environments, and the parts of URLs
+    before ``@`` or after ``?`` or ``#``.
     """
     return {name: _shown(name, value) for name, value in config.items()}
 
@@ -41,7 +41,7 @@ def _shown(name: str, value: Json) -> Json:
 
 
 def _without_credentials(text: str) -> str:
-    """A URL without its user, password, query and fragment; any other text as it is."""
+    """A URL without its user, password, query and fragment; any other text unchanged."""
     if "://" not in text or any(letter.isspace() for letter in text):
         return text
     try:

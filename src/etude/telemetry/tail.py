@@ -1,11 +1,11 @@
-"""The tail over a run's events: each sink gets every event once, at its own pace, and nobody waits for it.
+"""The tail of a run's events: each sink gets every event once, at its own pace, and blocks no other component.
 
     events/*.jsonl ──▶ SinkThread ──▶ Sink.emit
-                         │ sinks/NAME.json: how far it got, written before an event is given
+                         │ sinks/NAME.json: its position, written before an event is passed
 
-A sink that is away gets its events later; one that raises anything else loses the event after a few tries, which is
-counted and told. Since the place is written first, a process that is killed loses one event at most, and sends none
-twice. Owns pace and place. What a sink does with an event is its own affair.
+An unavailable sink gets its events later; if a sink raises any other error, the event is lost after a few attempts,
+which is counted and reported. Since the position is written first, a killed process loses at most one event and sends
+none twice. Owns pace and position, not the sink's use of an event.
 """
 
 import os
@@ -22,17 +22,17 @@ from etude.telemetry.log import EventReader, Placed
 from etude.telemetry.sinks.sink import Sink
 
 POLL_S = 1.0
-"""Pause between two looks for new events."""
+"""Interval between checks for new events."""
 TRIES = 3
-"""Times that an event is given to a sink that raises."""
+"""Attempts to pass an event to a sink that raises."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
-"""Pauses while a sink is away, which double."""
+"""First and maximum pause while a sink is unavailable; the pause doubles."""
 TELL_EVERY = 100
-"""Events that are lost before it is told again."""
+"""Lost events between two reports."""
 
 
 class EventTail(Closing):
-    """The events of a run behind a place that is kept in a file."""
+    """The events of a run after a position that is stored in a file."""
 
     def __init__(self, events: Path, place: Path) -> None:
         self._events = events
@@ -43,26 +43,26 @@ class EventTail(Closing):
         self._reader = EventReader(events, offsets=self._offsets)
 
     def past(self) -> Iterator[Logged]:
-        """The events before the place, in order of time."""
+        """The events before the position, in order of time."""
         before = dict(self._offsets)
         for placed in EventReader(self._events).placed():
             if placed.end <= before.get(placed.file, 0):
                 yield placed.logged
 
     def new(self) -> list[Placed]:
-        """The events behind the place that were not returned yet, in order of time."""
+        """The events after the position that were not returned yet, in order of time."""
         return self._reader.placed()
 
     def go_to(self, placed: Placed) -> int:
-        """Put the place behind an event; returns where in its file it was before."""
+        """Set the position to the end of an event; return the previous offset in its file."""
         before = self._offsets.get(placed.file, 0)
         self.put(placed.file, placed.end)
         return before
 
     def put(self, file: str, end: int) -> None:
-        """Put the place in one file."""
+        """Set the position in one file."""
         self._offsets[file] = end
-        text = orjson.dumps(self._offsets).ljust(self._size)  # over the old one in one call, which no kill can tear
+        text = orjson.dumps(self._offsets).ljust(self._size)  # overwrites the old text in one call: atomic if killed
         self._size = len(text)
         os.pwrite(self._descriptor, text, 0)
 
@@ -72,17 +72,17 @@ class EventTail(Closing):
 
 
 class SinkThread:
-    """One sink, its place and its thread.
+    """One sink, its position and its thread.
 
-    consumes: events; produces: what the sink makes of them; waits for: the sink, and for nothing else; woken by: its
-    own polling; on shutdown: takes what was written until then, and closes the sink.
+    consumes: events; produces: the sink's output; waits for: the sink only; woken by: its own polling; on shutdown:
+    passes the events written until then, and closes the sink.
     """
 
     def __init__(
         self, name: str, tail: EventTail, open_sink: Callable[[], Sink], tell: Callable[[str, str, int], None]
     ) -> None:
-        """``tell`` is called with the name, a reason and the events lost so far: at the first trouble, and for each
-        event that is lost.
+        """``tell`` is called with the name, a reason and the number of lost events: when the sink becomes unavailable,
+        and for the first and every ``TELL_EVERY``-th lost event.
         """
         self.name = name
         self.lost = 0
@@ -90,20 +90,20 @@ class SinkThread:
         self._open_sink = open_sink
         self._tell = tell
         self._away = False
-        """True while the sink is away, which was told."""
+        """True while the sink is unavailable, which was reported."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def end(self) -> None:
-        """Let it take what there is, and end."""
+        """Request the end of the thread after the remaining events."""
         self._ending.set()
 
     def join(self, deadline_s: float | None = None) -> bool:
-        """Wait for its end, until ``deadline_s`` (monotonic) at most; true if it came."""
+        """Wait for the thread's end, at most until ``deadline_s`` (monotonic); return true if it ended."""
         self._thread.join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -117,7 +117,7 @@ class SinkThread:
             self._tell(self.name, f"{type(error).__name__}: {error}", self.lost)
 
     def _opened(self) -> Sink | None:
-        """The sink; ``None`` where it could not be opened until the end."""
+        """The sink; ``None`` if it could not be opened before the end."""
         for pause_s in _pauses():
             is_last = self._ending.is_set()
             try:
@@ -130,9 +130,9 @@ class SinkThread:
         return None
 
     def _give_all(self, sink: Sink) -> bool:
-        """Give events until the end; false where the sink was away then."""
+        """Pass events until the end; return false if the sink was then unavailable."""
         while True:
-            is_last = self._ending.is_set()  # before the look, which then sees all that was written
+            is_last = self._ending.is_set()  # read before the events, so that none is missed
             for placed in self._tail.new():
                 if not self._give(sink, placed):
                     return False
@@ -141,7 +141,7 @@ class SinkThread:
             self._ending.wait(POLL_S)
 
     def _give(self, sink: Sink, placed: Placed) -> bool:
-        """Give one event; false where the sink was away at the end: then its place is before the event."""
+        """Pass one event; return false if the sink is unavailable at the end: the position is then before the event."""
         failures = 0
         for pause_s in _pauses():
             is_last = self._ending.is_set()
@@ -176,7 +176,7 @@ class SinkThread:
 
 
 def _pauses() -> Iterator[float]:
-    """Pauses between tries, which grow."""
+    """Growing pauses between attempts."""
     pause_s = FIRST_PAUSE_S
     while True:
         yield pause_s

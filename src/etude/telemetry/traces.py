@@ -1,6 +1,6 @@
-"""One trace for each rollout, from admission to the step that consumed it, made from events.
+"""One trace per rollout, from admission to the step that consumed it, built from events.
 
-    rollout 3f2a… ├ queue          its group was admitted ──▶ the attempt begins
+    rollout 3f2a… ├ queue          its group was admitted ──▶ the attempt starts
                   ├ session        a gateway session is opened
                   ├ sandbox        a sandbox starts
                   ├ play           ├ chat policy     a call at the gateway (GenAI conventions)
@@ -12,8 +12,8 @@
                   └ train          the step that consumed it; linked with the step's own trace
     step 17       └ links to all its rollouts
 
-The id of a trace is derived from the rollout's, and ids of spans from that and their names: processes need not exchange
-them, and a span that is made twice is the same. Owns what the spans are. Pure: no clock, no I/O.
+The id of a trace is derived from the rollout's id, and a span's id from the trace's id and the span's name: processes
+need not exchange ids, and a span that is built twice is identical. Owns the spans. Pure: no clock, no I/O.
 """
 
 import hashlib
@@ -35,20 +35,20 @@ STAGES: Mapping[str, tuple[RolloutStage, ...]] = MappingProxyType(
         "scoring": (RolloutStage.SCORING,),
     }
 )
-"""Spans of a rollout, in order, and the stages that each covers; model and tools take turns."""
+"""Spans of a rollout, in order, with the stages that each covers; model and tools alternate."""
 PROCESS_OF = {"session": "gateway", "sandbox": "sandbox", "grading": "grader"}
-"""Span → the service that works in it; in other spans it is the rollouts process."""
+"""Span → the service that works in it; for other spans, the rollouts process."""
 SESSIONS = 20_000
-"""Most sessions whose calls are remembered until their rollout ends; the oldest are forgotten first."""
+"""Maximum sessions whose calls are stored until their rollout ends; the oldest are removed first."""
 MODEL = "policy"
-"""The name of the model that is trained."""
+"""Name of the trained model."""
 PROVIDER = "etude"
 ROOT = "rollout"
 """Name from which the id of a trace's root is derived."""
 TRAIN = "train"
 """Purpose of the rollouts that steps consume."""
 FAILED = 400
-"""The lowest HTTP status that is a failure."""
+"""Lowest HTTP status of a failure."""
 NOTHING: Mapping[str, Attribute] = MappingProxyType({})
 GroupKey: TypeAlias = tuple[str, int]
 """Purpose and index of a group."""
@@ -56,7 +56,7 @@ GroupKey: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A unit of work, with its start and end as Unix time."""
+    """A unit of work, with start and end in Unix time."""
 
     trace_id: int
     """128 bits."""
@@ -79,31 +79,31 @@ class Span:
 
 
 def trace_id(name: str) -> int:
-    """The id of the trace of a rollout, by its id, or of a step, by ``RUN/step/NUMBER``."""
+    """The trace id of a rollout, by its id, or of a step, by ``RUN/step/NUMBER``."""
     return int.from_bytes(hashlib.sha256(f"etude trace {name}".encode()).digest()[:16]) or 1
 
 
 def span_id(trace: int, name: str) -> int:
-    """The id of a span by its name, which is unique in its trace."""
+    """The id of a span, by its name, which is unique in its trace."""
     return int.from_bytes(hashlib.sha256(f"{trace:032x} {name}".encode()).digest()[:8]) or 1
 
 
 class RolloutTraces:
-    """Builds spans from events: those of a rollout when it has ended, and the last ones when it was trained on."""
+    """Builder of spans from events: those of a rollout when it ends, and the last two when it is trained on."""
 
     def __init__(self, run: str, share: float = 1.0) -> None:
-        """``run`` is the id of the run; ``share`` is the share of rollouts that are traced."""
+        """``run`` is the run's id; ``share`` is the share of rollouts to trace."""
         self._run = run
         self._share = share
         self._calls: dict[str, list[Logged]] = {}
         """Session → its calls so far."""
         self._admitted: dict[GroupKey, float] = {}
-        """Group that no step has consumed → its time of admission."""
+        """Group not consumed yet → its time of admission."""
         self._waiting: dict[GroupKey, list[tuple[str, float]]] = {}
-        """Such a group → its graded rollouts and the time at which each ended."""
+        """Group not consumed yet → its graded rollouts, each with the time of its end."""
 
     def add(self, logged: Logged) -> list[Span]:
-        """Take in one event and return the spans that are now complete."""
+        """Process one event and return the spans that are now complete."""
         match logged.event:
             case GroupAdmitted() as admitted:
                 self._admitted[admitted.purpose, admitted.group_index] = logged.at_s
@@ -204,7 +204,7 @@ def _of_rollout(closed: RolloutClosed) -> dict[str, Attribute]:
 
 
 def _stages(root: Span, closed: RolloutClosed, start_s: float) -> Iterator[Span]:
-    """The stages of a rollout, one after the other."""
+    """The stages of a rollout as consecutive spans."""
     if start_s > root.start_s:
         yield _child(root, "queue", (root.start_s, start_s), root.service)
     for name, stages in STAGES.items():

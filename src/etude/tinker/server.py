@@ -5,7 +5,6 @@
 Every call but the health check has the server's key in ``X-API-Key``. Owns paths, bodies and status codes.
 """
 
-import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ import orjson
 from aiohttp import web
 
 from etude.errors import EngineUnavailable, EtudeError, InfrastructureError, UserError
+from etude.key_comparison import same_key
 from etude.protocols import SamplingParams
 from etude.tinker.jobs import Gone, ServerBusy
 from etude.tinker.messages import decode_batch
@@ -292,7 +292,7 @@ def _json(handler: Callable[[Body], Awaitable[Json]]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read() or b"{}")
         if not isinstance(body, dict):
-            raise UserError("expected a JSON object")
+            raise UserError(f"the body is {body!r:.80}, expected a JSON object")
         try:
             return web.json_response(await handler(body))
         except KeyError as error:
@@ -307,9 +307,7 @@ def _keyed(key: str) -> Any:  # a middleware, whose type aiohttp does not name
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("X-API-Key", "")
-        if request.path != "/api/v1/healthz" and not hmac.compare_digest(
-            given.encode(errors="surrogateescape"), key.encode()
-        ):
+        if request.path != "/api/v1/healthz" and not same_key(given, key):
             return _error(401, "X-API-Key is not this server's key: set TINKER_API_KEY to what it printed")
         return await handler(request)
 

@@ -3,8 +3,8 @@
     {'a': [1, "b"], 'c': True}          Python: either quote, True and None, tuples
     {a:[1,<|"|>b<|"|>],c:true}          Gemma: a quote of its own, names bare
 
-Owns the reading of one such value into JSON text; each character is read once. A number keeps its spelling. Does not
-own calls (:mod:`etude.tokens.call_syntax`).
+Owns the parsing of one such value into JSON text, in linear time. A number keeps its spelling. Does not own calls
+(:mod:`etude.tokens.call_syntax`).
 """
 
 import json
@@ -36,7 +36,7 @@ def _refuse_constant(name: str) -> Json:
 
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-"""Reads JSON as the standard has it: ``NaN`` and kin are none."""
+"""Parses standard JSON: without ``NaN`` and infinities."""
 
 
 class Read(NamedTuple):
@@ -49,13 +49,13 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ValueNotation:
-    """One way to write values. Its methods raise ``ValueError`` where a text is none of it."""
+    """One notation of values. Its methods raise ``ValueError`` for a text in another notation."""
 
     quotes: tuple[str, ...]
     escapes: bool
-    """True if a backslash in a string says something."""
+    """True if a backslash in a string is an escape."""
     nested: bool = False
-    """True if a string goes on behind a quote that nothing follows which may follow a value."""
+    """True if a quote ends a string only if the text after it may follow a value."""
 
     def whole(self, text: str) -> str:
         """The JSON of a text that is one value and nothing else."""
@@ -130,9 +130,9 @@ class ValueNotation:
 PYTHON = ValueNotation(("'", '"'), escapes=True)
 """Literals of Python and JSON."""
 NESTING_PYTHON = ValueNotation(("'", '"'), escapes=True, nested=True)
-"""The same by models that forget to escape quotes: ``'sed -n '3,4p' f.py'``."""
+"""The same from models that forget to escape quotes: ``'sed -n '3,4p' f.py'``."""
 GEMMA = ValueNotation(('<|"|>',), escapes=False)
-"""Gemma 4's: a control token is the quote, so nothing needs an escape."""
+"""Notation of Gemma 4: the quote is a control token, so nothing needs an escape."""
 
 
 def spelt(members: dict[str, str]) -> str:

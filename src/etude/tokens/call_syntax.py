@@ -1,4 +1,4 @@
-"""Tool-call syntaxes between a grammar's marks, each described by a few words of data.
+"""Tool-call syntaxes between a grammar's marks, each described by a little data.
 
     JsonCall     {"name": "edit", "arguments": {"line": 3}}
     HeadedCall   edit[ARGS]{"line": 3}                                a name, then a JSON object
@@ -7,12 +7,12 @@
     PythonCall   edit(line=3)
     GemmaCall    call:edit{line:3}
 
-Where the text around values differs between models, it is written as a *pattern*: ``NAME``, ``KEY``, ``KIND``,
-``ID``, ``ARGUMENTS`` and ``ANY`` stand for what they say, a space for any white space, the rest for itself. Does not
-own where a call begins and ends (:mod:`etude.tokens.toolcalls`).
+If the text around values differs between models, it is a *pattern*: ``NAME``, ``KEY``, ``KIND``, ``ID``,
+``ARGUMENTS`` and ``ANY`` are placeholders, a space matches any white space, all else is literal. Does not find the
+beginning and the end of a call (:mod:`etude.tokens.toolcalls`).
 
-Parameters between tags are text. The schema of the tool tells what else they are, or the tag's ``KIND`` does. JSON
-keeps the spelling that the model gave it.
+Parameters between tags are text, unless the schema of the tool or the tag's ``KIND`` gives another type. JSON keeps the
+model's spelling.
 """
 
 import json
@@ -42,7 +42,7 @@ FIELDS = {
 """Word of a pattern → the regular expression that it stands for."""
 FIELD = re.compile(r"(\b(?:NAME|KEY|KIND|ID|ARGUMENTS|ANY)\b| )")
 KINDS: Mapping[str, Schema] = {"string": TEXT, "true": TEXT}
-"""Kinds of parameters that are text, whatever the tool declares: a type, or the answer to ``string=``."""
+"""Values of ``KIND`` for parameters that are text, whatever the tool declares: a type, or the value of ``string=``."""
 ID_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 """The name inside of an id like ``functions.edit:0``."""
 
@@ -60,14 +60,14 @@ class JsonCall:
     """Tool-call syntax: a JSON object with name and arguments; these may be a JSON string, as in the OpenAI API."""
 
     name: str = "name"
-    """Key of the name; empty where the name itself is the only key and its value the arguments."""
+    """Key of the name; empty if the name itself is the only key and its value the arguments."""
     arguments: tuple[str, ...] = ("arguments",)
-    """Keys of the arguments, the best first."""
+    """Keys of the arguments, in order of preference."""
     call_id: str = "id"
     listed: bool = False
-    """True if the first call may stand behind a bracket."""
+    """True if a bracket may precede the first call."""
     python: bool = False
-    """True if Python's literals do for JSON."""
+    """True if Python literals are accepted instead of JSON."""
     scope: CallScope | None = JSON_SCOPE
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
@@ -96,7 +96,7 @@ class HeadedCall:
     """Tool-call syntax: a name, followed by its arguments as a JSON object."""
 
     patterns: tuple[str, ...]
-    """The first that fits counts. A name may be inside of an ``ID``."""
+    """Patterns; the first match counts. The name may be part of an ``ID``."""
     scope: CallScope | None = JSON_SCOPE
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
@@ -131,23 +131,23 @@ class TaggedCall:
     """Tool-call syntax: a name, and parameters between tags."""
 
     call: str
-    """Pattern of what stands before the parameters."""
+    """Pattern of the text before the parameters."""
     parameter: str
-    """Pattern of what opens a parameter."""
+    """Pattern of the opening of a parameter."""
     end: str
-    """Closes a parameter."""
+    """Closing of a parameter."""
     separator: str = ""
-    """May stand between parameters."""
+    """Optional text between parameters."""
     trims: bool = False
     """True if one line break on either side of a value belongs to the grammar."""
     recovers: bool = False
-    """True if a parameter also ends where a line opens the next one, or the call ends: models forget to close them."""
+    """True if a line that opens the next parameter, or the end of the call, also closes one: models forget to."""
     verbatim: tuple[str, str] = ("", "")
-    """Marks around a value that is text whatever its type."""
+    """Marks around a value that is always text."""
     scope: CallScope | None = None
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
-        """The call, if ``text`` is one. Each character is looked at a few times, however broken the text is."""
+        """The call, if ``text`` is one. Takes linear time even for a malformed text."""
         head = compile_pattern(self.call).match(text)
         if head is None:
             return None
@@ -165,7 +165,7 @@ class TaggedCall:
         return checked_call(name, spelt(members)) if not text[at:].strip() else None
 
     def _end(self, text: str, start: int) -> tuple[int, int]:
-        """(where a value ends, where the rest begins); the first is negative where it has no end."""
+        """(end of a value, start of the rest); the end is negative if there is none."""
         opening, closing = self.verbatim
         if opening and text.startswith(opening, start):
             at = text.find(closing + self.end, start)
@@ -193,11 +193,11 @@ class TaggedCall:
 class NestedCall:
     """Tool-call syntax: a name, and nested tags for parameters and their parts; list entries are named ``item``.
 
-    Every tag stands behind ``mark``, so that no text can be taken for one.
+    ``mark`` precedes every tag, so that no text looks like a tag.
     """
 
     call: str
-    """Pattern of what stands before the parameters."""
+    """Pattern of the text before the parameters."""
     mark: str
     item: str = "item"
     scope: CallScope | None = None
@@ -218,7 +218,7 @@ class NestedCall:
         return checked_call(head["name"], value)
 
     def _object(self, parts: Iterator[str], before: str, schema: Schema, closing: str) -> str:
-        """The JSON of everything up to the tag ``closing``, or to the end; ``before`` is the text in front of it."""
+        """The JSON of everything up to the tag ``closing``, or to the end; ``before`` is the text before the parts."""
         members: dict[str, str] = {}
         items: list[str] = []
         for part in parts:
@@ -293,7 +293,7 @@ def checked_call(name: Json, arguments: str, call_id: Json = "") -> ParsedCall |
 
 
 def typed_value(value: str, schema: Schema) -> str:
-    """The JSON of a parameter: its own where the schema asks for more than text and it is JSON, or a Python literal."""
+    """The JSON of a parameter: its value if it is JSON or a Python literal and need not be a string; else a string."""
     kind = schema.get("type")
     if not (kind == "string" or (isinstance(kind, list) and "string" in kind and value.strip() != "null")):
         stripped = value.strip()
@@ -305,7 +305,7 @@ def typed_value(value: str, schema: Schema) -> str:
             pass
         try:
             literal = PYTHON.whole(stripped)
-            if not literal.startswith('"'):  # a quote that is no JSON belongs to a text
+            if not literal.startswith('"'):  # a quoted value that is not JSON is a string with its quotes
                 return literal
         except ValueError:
             pass
@@ -313,7 +313,7 @@ def typed_value(value: str, schema: Schema) -> str:
 
 
 def _declared(schema: Schema, parameter: str) -> Schema:
-    """The schema of a parameter; text where the parameter is not declared."""
+    """The schema of a parameter; text if the parameter is not declared."""
     properties = _schema(schema.get("properties"))
     return _schema(properties[parameter]) if parameter in properties else TEXT
 

@@ -1,13 +1,13 @@
 """The built-in chat format, both ways: messages to token ids and sampled ids to replies.
 
-Owns how a conversation looks in tokens. A message is rendered on its own, ``[role] content [end]``, so rendering a
-longer conversation never changes the ids of a shorter one, and a turn's sampled ids can be continued as they are. Text
-that spells a special token is encoded as plain text: no tool output can open a turn.
+Owns the tokens of a conversation. A message is rendered on its own, ``[role] content [end]``, so rendering a longer
+conversation never changes the ids of a shorter one, and a turn's sampled ids can be continued unchanged. Text that
+spells a special token is encoded as plain text: no tool output can open a turn.
 
-    tools          a system message before all others: ``TOOLS_INTRODUCTION``, then one JSON object a line
-    tool calls     behind the text of a reply, ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` each
-    role ``tool``  a user's message: the model knows by its place whose answer it is
-    thoughts       none; what a caller says an assistant thought is left out
+    tools          a system message before all others: ``TOOLS_INTRODUCTION``, then one JSON object per line
+    tool calls     after the text of a reply, ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` each
+    role ``tool``  a user's message: its position shows which call it answers
+    thoughts       none; thoughts in a caller's messages are left out
 
 Does not own which tokens were sampled (:mod:`etude.gateway`) or any other model's format (:mod:`etude.tokens.jinja`).
 """
@@ -55,7 +55,7 @@ JINJA_TEMPLATE = (
 """The same format for ``AutoTokenizer.apply_chat_template``."""
 
 MARKS = ReplyMarks(grammar=HERMES)
-"""The grammar of a reply: calls, where there are tools."""
+"""The grammar of a reply: calls, if there are tools."""
 
 
 class ChatTemplate:
@@ -117,7 +117,7 @@ class ChatTemplate:
 
     @property
     def thinks(self) -> bool:
-        """There are no thoughts."""
+        """False: this format has no thoughts."""
         return False
 
     def encode(self, text: str) -> list[int]:
@@ -152,8 +152,8 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         kwargs: TemplateKwargs = NO_KWARGS,
     ) -> list[int]:
-        """The ids that follow a sampled reply behind its end token: rendering is compositional, so they are those of
-        ``messages`` alone. Raises like :meth:`open`.
+        """The ids after a sampled reply and its end token: those of ``messages`` alone, because rendering is
+        compositional. Raises like :meth:`open`.
         """
         return self.open(messages, (), kwargs)
 
@@ -165,7 +165,7 @@ class ChatTemplate:
         stops: Sequence[str] = (),
         single_call: bool = False,
     ) -> IncrementalReader:
-        """Reads one reply; calls are looked for where there are ``tools``."""
+        """A reader for one reply; it looks for calls if there are ``tools``."""
         return IncrementalReader(self._spelling.stream(), MARKS, tools, stops=stops, single_call=single_call)
 
     def render_message(self, role: str, content: str) -> list[int]:
@@ -200,7 +200,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         tokenizer.no_padding()
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of tokenizers is no Exception
+    except BaseException as error:  # a panic of tokenizers is not an Exception
         raise DamagedError(f"{file} is missing or not a tokenizer: {error}") from error
     return tokenizer
 

@@ -1,9 +1,9 @@
 """Detection of the grammar for a chat template's tool calls, by parsing calls that the template renders.
 
-    probe ──template──▶ text ──each grammar──▶ calls        the grammar whose calls are the probe's, for most probes
+    probe ──template──▶ text ──each grammar──▶ calls        the grammar that parses most probes correctly wins
 
-A template is the only description of a model's calls that a checkpoint has, so it is asked: it renders calls whose
-names and arguments are known. Owns the probes and the verdict. Does not own grammars (:mod:`etude.tokens.grammars`).
+A template is a checkpoint's only description of its tool calls, so it renders calls with known names and arguments.
+Owns the probes and the choice. Does not own grammars (:mod:`etude.tokens.grammars`).
 """
 
 import json
@@ -19,7 +19,7 @@ from etude.tokens.toolcalls import Grammar, ReplyMarks, Thinking
 from etude.types import Json
 
 Render: TypeAlias = Callable[[Sequence[ChatMessage], Sequence[Tool], bool], str]
-"""(messages, tools, whether a reply is opened) → text, empty if the template does not take that conversation."""
+"""(messages, tools, true to open a reply) → text; empty if the template rejects that conversation."""
 
 NAME = "probe_tool"
 ITEM: dict[str, Json] = {"type": "object", "properties": {"b": {"type": "string"}}}
@@ -47,10 +47,9 @@ USER = ChatMessage(role="user", content=".")
 
 
 BEGUN_MARK = re.compile(r"[<\[][^<>\[\]\s]*\Z")
-"""The beginning of a mark, where two texts part in the middle of two marks."""
+"""The beginning of a mark, for two texts that differ in the middle of a mark."""
 CALL_IDS = ("abcdefgh", f"functions.{NAME}:")
-"""Beginnings of call ids: one that every template takes, Mistral's included; one for templates that write the id alone.
-"""
+"""Beginnings of call ids: one that every template accepts, even Mistral's; one for templates that write only the id."""
 SIMPLE = "one call with a text"
 """The probe that every agent needs."""
 
@@ -64,10 +63,10 @@ class TemplateProbe:
     arguments: tuple[dict[str, Json], ...]
     """The arguments of each call."""
     text: str = ""
-    """Stands before them."""
+    """Text before the calls."""
 
     def calls(self, call_id: str) -> tuple[ToolCall, ...]:
-        """The calls; their numbers stand behind ``call_id``."""
+        """The calls; each id is ``call_id`` and the number of the call."""
         return tuple(
             ToolCall(call_id=f"{call_id}{index}", name=NAME, arguments=json.dumps(arguments, ensure_ascii=False))
             for index, arguments in enumerate(self.arguments)
@@ -96,29 +95,29 @@ class CallSupport:
     """Support of a chat template's tool calls: what is parsed and what is not."""
 
     grammar: Grammar | None = None
-    """Reads them; ``None``: nothing does."""
+    """The grammar that parses them; ``None`` if there is none."""
     rendered: tuple[str, ...] = ()
     """Probes that the template renders."""
     differing: tuple[str, ...] = ()
-    """Probes among them that are not read back as they were."""
+    """Probes among them that are parsed wrongly."""
 
     @property
     def is_read(self) -> bool:
-        """True if a simple call comes back as it was."""
+        """True if a simple call is parsed correctly."""
         return SIMPLE in self.rendered and SIMPLE not in self.differing
 
     @property
     def is_lost(self) -> bool:
-        """True if the template writes calls of which none is read."""
+        """True if the template writes calls but no grammar parses them."""
         return bool(self.rendered) and self.grammar is None
 
     def is_worse(self, other: "CallSupport") -> bool:
-        """True if ``other`` reads more of what is rendered."""
+        """True if ``other`` parses more probes correctly."""
         return len(self.rendered) - len(self.differing) < len(other.rendered) - len(other.differing)
 
     @property
     def problem(self) -> str:
-        """The problem of an agent's calls, in a sentence; empty if there is none."""
+        """The problem with tool calls, as a sentence; empty if there is none."""
         if not self.rendered:
             guess = f"; replies are read as {self.grammar.name} calls, which it mentions" if self.grammar else ""
             return f"the chat template renders no tool calls{guess}"
@@ -133,9 +132,9 @@ class CallSupport:
 
 
 def find_grammar(render: Render, source: str, thinking: Thinking | None) -> CallSupport:
-    """Choose the grammar that parses most of what a template renders; the first of equals.
+    """Choose the grammar that parses most of the rendered probes; the first of equals.
 
-    Of a template that renders no call, the grammar that its ``source`` mentions is taken.
+    If the template renders no call, choose the grammar that its ``source`` mentions.
     """
     replies = [(probe, reply) for probe in PROBES if (reply := _reply(render, probe, thinking))]
     if not replies:
@@ -151,7 +150,7 @@ def find_grammar(render: Render, source: str, thinking: Thinking | None) -> Call
 
 
 def _reply(render: Render, probe: TemplateProbe, thinking: Thinking | None) -> str:
-    """Render a reply, from where its text would begin; empty where the template leaves out the calls."""
+    """Render a reply, from the beginning of its text; empty if the template leaves out the calls."""
     in_tools = render([USER], [TOOL], False).count(NAME)
     for call_id in CALL_IDS:
         request = ChatMessage(role="assistant", content=probe.text, tool_calls=probe.calls(call_id))
@@ -176,6 +175,6 @@ def _is_read(grammar: Grammar, probe: TemplateProbe, reply: str) -> bool:
 
 
 def _common(left: str, right: str) -> int:
-    """Characters that two texts begin with alike."""
+    """Length of the common beginning of two texts."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))

@@ -1,8 +1,8 @@
 """The table of tool-call grammars, as data.
 
-Each line of a docstring shows what a model writes and names the families that do. Where two grammars could read the
-same text, the stricter one comes first in ``GRAMMARS``. Owns the table; what its columns mean is said by
-:class:`~etude.tokens.toolcalls.Grammar` and :mod:`etude.tokens.call_syntax`.
+Each docstring shows the output of a model and names the model families. If two grammars can parse the same text, the
+stricter one is first in ``GRAMMARS``. Owns the table; :class:`~etude.tokens.toolcalls.Grammar` and
+:mod:`etude.tokens.call_syntax` define its columns.
 """
 
 from string import ascii_letters

@@ -5,13 +5,13 @@
                             chat_template.jinja, additional_chat_templates/*.jinja  → the template(s), too
                             generation_config.json    → more ids that end a reply
 
-Owns the reading of these files and the rendering of conversations with ids that equal ``apply_chat_template``'s. Only
-a template may write control tokens: a message that spells one is encoded as the text it is. Control tokens are the
-special ones, and other added ones that a template or the tool-call grammar mentions; white space and other added
-tokens that are ordinary text stay so.
+Owns the reading of these files and the rendering of conversations to the same ids as ``apply_chat_template``. Only a
+template may write control tokens: a message that spells one is encoded as plain text. Control tokens are the special
+tokens, the marks of thoughts, and other added tokens that a template mentions; white space and other added tokens stay
+ordinary text.
 
-Replies end with the template's turn end (what it writes behind an assistant's words), ``eos_token``, and whatever
-``generation_config.json`` lists. Does not own grammars (:mod:`etude.tokens.toolcalls`) or jinja's settings
+Replies end with the template's turn end (the control token that it writes after an assistant's text), ``eos_token``, or
+an id in ``generation_config.json``. Does not own grammars (:mod:`etude.tokens.toolcalls`) or jinja's settings
 (:mod:`etude.tokens.templates`).
 """
 
@@ -44,15 +44,15 @@ from etude.tokens.vocabulary import Guard, Spelling, stand_in
 from etude.types import Json, TokenIds, as_list
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of templates: for any conversation; for one with tools, where a checkpoint has it."""
+"""Names of templates: for any conversation, and for one with tools, if a checkpoint has it."""
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of messages; a template may know fewer."""
 PROBE_ID = "abcdefghi"
-"""A call id that every template takes, Mistral's included."""
+"""A call id that every template accepts, even Mistral's."""
 PROBE_ARGUMENTS = '{"probe":1}'
-"""JSON that no encoder spells like this by itself."""
+"""JSON in a spelling that template encoders do not produce."""
 OPENING_TOKENS = 32
-"""The end of a prompt in which the opening of a thought is looked for: as text, with white space behind it."""
+"""Number of tokens at the end of a prompt that are searched for the opening of a thought."""
 
 
 def current_date() -> datetime:
@@ -63,9 +63,8 @@ def current_date() -> datetime:
 def load_format(folder: Path, kwargs: TemplateKwargs = NO_KWARGS, *, now: Now = current_date) -> ChatFormat:
     """The chat format of a checkpoint folder: the built-in one if étude made it, else that of its jinja template.
 
-    It is rendered with ``kwargs`` where a call gives no others of these names. Raises
-    :class:`~etude.errors.DamagedError` naming the file that is missing or wrong, and
-    :class:`~etude.errors.UserError` for ``kwargs`` that the template does not read.
+    ``kwargs`` are the defaults of template variables. Raises :class:`~etude.errors.DamagedError` with the missing or
+    invalid file, and :class:`~etude.errors.UserError` for ``kwargs`` that the template does not read.
     """
     checkpoint = read_checkpoint(folder)
     is_ours = checkpoint.templates.get(DEFAULT) == JINJA_TEMPLATE
@@ -129,12 +128,12 @@ def _read_object(file: Path) -> dict[str, Json]:
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{file} is missing or not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise DamagedError(f"{file} is not a JSON object")
+        raise DamagedError(f"{file} holds {type(value).__name__}, expected a JSON object")
     return value
 
 
 def _read_templates(folder: Path, configured: Json) -> dict[str, str]:
-    """Files count more than the configuration, as in transformers."""
+    """The templates by name; files override the configuration, as in transformers."""
     templates: dict[str, str] = {}
     if isinstance(configured, str):
         templates[DEFAULT] = configured
@@ -163,11 +162,11 @@ class _TemplateStyle:
     template: JinjaTemplate
     marks: ReplyMarks
     arguments_as_text: bool
-    """True if arguments are given to it as JSON text; else as objects."""
+    """True if the template takes arguments as JSON text; false for objects."""
     turn_end: str | None
-    """The control token behind an assistant's words; ``None`` if it writes none."""
+    """The control token that it writes after an assistant's text; ``None`` if there is none."""
     calls: CallSupport
-    """The reading of its tool calls."""
+    """Support of its tool calls."""
 
 
 class JinjaFormat:
@@ -209,7 +208,7 @@ class JinjaFormat:
 
     @property
     def calls(self) -> CallSupport:
-        """The reading of tool calls in replies to conversations with tools."""
+        """Support of tool calls in conversations with tools."""
         return self._tool_use.calls
 
     @property
@@ -235,7 +234,7 @@ class JinjaFormat:
     ) -> list[int]:
         """The ids that a model continues to answer a conversation.
 
-        Raises ``ValueError`` with the template's words, and for ``kwargs`` that it does not read.
+        Raises ``ValueError`` with the template's message, and for ``kwargs`` that it does not read.
         """
         style = self._style(tools)
         return self._guard.encode(self._render(style, self._fields(style, messages, {}), tools, kwargs))
@@ -247,11 +246,11 @@ class JinjaFormat:
         tools: Sequence[Tool] = (),
         kwargs: TemplateKwargs = NO_KWARGS,
     ) -> list[int]:
-        """The ids that follow a sampled reply behind its stop id.
+        """The ids after a sampled reply and its stop id.
 
-        A template renders whole conversations only, so one is made up that ends like the real one: some user, an
-        assistant with the reply's calls, then ``messages``. What the template writes behind the assistant is wanted.
-        Raises like :meth:`open`, and where the template writes nothing behind an assistant that tells its end.
+        A template renders only whole conversations, so this renders one that ends like the real one: a user, an
+        assistant with the reply's calls, then ``messages``; the result is the part after the assistant's turn end.
+        Raises like :meth:`open`, and if the template writes no turn end.
         """
         style = self._style(tools)
         text = "" if reply.tool_calls else self._mark
@@ -286,7 +285,7 @@ class JinjaFormat:
         stops: Sequence[str] = (),
         single_call: bool = False,
     ) -> IncrementalReader:
-        """Reads one reply; calls are looked for where there are ``tools``, in the checkpoint's own grammar."""
+        """A reader for one reply; if there are ``tools``, it looks for calls in the checkpoint's own grammar."""
         marks = self._style(tools).marks
         spelling = self._calling if tools else self._thoughtful
         if marks.thinking is not None:
@@ -296,7 +295,7 @@ class JinjaFormat:
     def _opens_thought(self, thinking: Thinking, prompt_ids: TokenIds) -> bool:
         """True if a prompt ends with the opening of a thought and white space.
 
-        Where the opening is a token, that token counts: text that spells it is not.
+        If the opening is a token, only that token counts, not text that spells it.
         """
         tail = as_list(prompt_ids[-OPENING_TOKENS:])
         opening_id = self._added.get(thinking.opening)
@@ -317,7 +316,7 @@ class JinjaFormat:
         return style.template.render(conversation, _tool_fields(tools, self._guard), hidden, opening=True)
 
     def _fields(self, style: _TemplateStyle, messages: Sequence[ChatMessage], names: Mapping[str, str]) -> list[Json]:
-        """The messages as templates know them. ``names`` are those of calls by id; a tool's message has its tool's."""
+        """The messages in the form of templates. ``names`` maps call ids to tool names, for the messages of tools."""
         names = dict(names)
         conversation: list[Json] = []
         for message in messages:
@@ -341,7 +340,7 @@ class JinjaFormat:
         return conversation
 
     def _probe(self, template: JinjaTemplate) -> _TemplateStyle:
-        """Find out by rendering what a template does."""
+        """Determine the properties of a template by rendering probes."""
         thinking = thinking_of(template.source)
         user: Json = {"role": "user", "content": "."}
         reply = _rendered(template, [user, {"role": "assistant", "content": self._mark}], opening=False)
@@ -364,7 +363,7 @@ class JinjaFormat:
         return replace(style, marks=ReplyMarks(grammar=calls.grammar, thinking=thinking), calls=calls)
 
     def _try(self, style: _TemplateStyle, messages: Sequence[ChatMessage], tools: Sequence[Tool], opening: bool) -> str:
-        """The text of a probe; empty if the template does not take it."""
+        """The text of a probe; empty if the template rejects it."""
         try:
             return style.template.render(
                 self._fields(style, messages, {}), _tool_fields(tools, self._guard), opening=opening
@@ -389,17 +388,17 @@ def _controls(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _tokens_of(marks: Sequence[str], added: Mapping[str, int]) -> dict[int, str]:
-    """The added tokens that marks are made of: id → text."""
+    """The added tokens that occur in marks: id → text."""
     return {index: text for text, index in added.items() if any(text in mark for mark in marks)}
 
 
 def _tool_fields(tools: Sequence[Tool], guard: Guard) -> list[Json]:
-    """Tools as the OpenAI API has them, their texts hidden."""
+    """Tools in the form of the OpenAI API, with hidden texts."""
     return [guard.hide_all(described(tool)) for tool in tools]
 
 
 def _call_fields(call: ToolCall, *, as_text: bool) -> dict[str, Json]:
-    """A call as the OpenAI API has it; most templates want its arguments as an object instead of text."""
+    """A call in the form of the OpenAI API; most templates need its arguments as an object instead of text."""
     arguments: Json = call.arguments
     if not as_text:
         try:
@@ -411,7 +410,7 @@ def _call_fields(call: ToolCall, *, as_text: bool) -> dict[str, Json]:
 
 
 def _rendered(template: JinjaTemplate, messages: Sequence[Json], *, opening: bool) -> str:
-    """A probe's rendering; empty if it does not take it."""
+    """The text of a probe; empty if the template rejects it."""
     try:
         return template.render(messages, opening=opening)
     except ValueError:

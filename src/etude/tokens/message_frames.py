@@ -4,8 +4,8 @@
     decoded                ⏎user⏎bad call⏎assistant⏎                            role names stay, special tokens go
     content                bad call
 
-Words at the beginning of an answer would never be found behind a role's name. What stands there is
-found out by rendering a message whose content is known, so any chat format will do; the built-in one writes nothing.
+A search for words at the beginning of a message would fail because of the role name before them. Rendering a message
+with known content shows its frame, so any chat format works; the built-in format writes no text around messages.
 """
 
 from typing import final
@@ -13,7 +13,7 @@ from typing import final
 from etude.tokens.messages import ChatFormat, ChatMessage, ToolCall
 
 CONTENT = "zq7"
-"""Text of the message that is rendered: nothing that a template would say by itself."""
+"""Content of the rendered message: a text that no template contains."""
 _CALL = ToolCall(call_id="abcdefghi", name="probe", arguments="{}")
 PAIRS: tuple[tuple[ChatMessage, ChatMessage], ...] = (
     (ChatMessage(role="assistant", content="."), ChatMessage(role="user", content=CONTENT)),
@@ -22,7 +22,7 @@ PAIRS: tuple[tuple[ChatMessage, ChatMessage], ...] = (
         ChatMessage(role="tool", content=CONTENT, tool_call_id=_CALL.call_id),
     ),
 )
-"""A reply and what may follow it; a format that knows no tools is not asked about them."""
+"""A reply and a message that may follow it; pairs that a format rejects are skipped."""
 
 
 @final
@@ -34,9 +34,9 @@ class Frames:
         self._frames = sorted(frames, key=lambda frame: len(frame[0]) + len(frame[1]), reverse=True)
 
     def content(self, text: str) -> str:
-        """A text that follows a reply, without what stands before its first message and behind its last one.
+        """The text after a reply, without the frame before its first message and after its last one.
 
-        A text in no known frame is returned as it is.
+        A text without a known frame is returned unchanged.
         """
         for before, behind in self._frames:
             if len(text) >= len(before) + len(behind) and text.startswith(before) and text.endswith(behind):
@@ -45,7 +45,7 @@ class Frames:
 
 
 def _frame(chat: ChatFormat, reply: ChatMessage, message: ChatMessage) -> tuple[str, str] | None:
-    """The text before a message and behind it; ``None`` where the format does not take it, or changes it."""
+    """The text before and after a message; ``None`` if the format rejects or changes the message."""
     try:
         text = chat.decode(chat.extend(reply, [message]))
     except ValueError:

@@ -1,7 +1,7 @@
 """Types of conversations, shared by every API protocol and every model.
 
-Owns the nouns and the seam between text and tokens. How they are spelt on a wire is :mod:`etude.gateway.api`'
-business, how in tokens is a :class:`ChatFormat`'s.
+Owns the types and the protocols between text and tokens. :mod:`etude.gateway.api` owns the API formats, a
+:class:`ChatFormat` the tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,37 +84,37 @@ class CallDelta:
 
 
 Delta: TypeAlias = TextDelta | ThinkingDelta | CallDelta
-"""The parts that some sampled tokens add to a reply."""
+"""A part that sampled tokens add to a reply."""
 
 
 class ReplyReader(Protocol):
     """Parses sampled tokens into a reply incrementally; one object per reply, pure.
 
-    Text that may still become a stop string, a tool call or the rest of a character is held back until it is decided.
+    Text that may still become a stop string, a tool call or part of a character is held back until that is certain.
     """
 
     @property
     def stopped_after(self) -> int | None:
-        """Count of the reply's tokens when it ended for the reader's reasons (a stop string, the only call that was
-        wanted); ``None`` while it has not. Tokens behind it are no part of the reply.
+        """Number of the reply's tokens when the reader ended it (a stop string, or the call with ``single_call``);
+        ``None`` before. Later tokens are not part of the reply.
         """
         ...
 
     @property
     def stop_text(self) -> str | None:
-        """The stop string that ended the reply, if one did; it is no part of the text."""
+        """The stop string that ended the reply, if any; it is not part of the text."""
         ...
 
     def feed(self, token_ids: Sequence[int]) -> list[Delta]:
-        """The parts that the next tokens add. A stop id of the format says nothing."""
+        """The parts that the next tokens add. A stop id of the format adds nothing."""
         ...
 
     def finish(self) -> list[Delta]:
-        """The parts that were held back, once no token will come."""
+        """The parts that were held back; call it after the last token."""
         ...
 
     def message(self) -> ChatMessage:
-        """The reply as far as it was read. A tool call that cannot be parsed is text: its caller sees what was said."""
+        """The reply up to now. A tool call that cannot be parsed is text, so that the caller sees it."""
         ...
 
 
@@ -123,7 +123,7 @@ class ChatFormat(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Sampling any of these ends a reply; the first is what ends a reply that was cut."""
+        """Ids that end a reply when sampled; the first one is appended to a truncated reply."""
         ...
 
     @property
@@ -133,7 +133,7 @@ class ChatFormat(Protocol):
 
     @property
     def thinks(self) -> bool:
-        """True if there are thoughts in replies."""
+        """True if replies may contain thoughts."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -149,7 +149,7 @@ class ChatFormat(Protocol):
     ) -> list[int]:
         """The ids that a model continues to answer a whole conversation.
 
-        Raises ``ValueError`` for a conversation that the template does not take, e.g. an unknown role, and
+        Raises ``ValueError`` for a conversation that the template rejects, e.g. an unknown role, and
         :class:`UnreadKwargs`.
         """
         ...
@@ -161,10 +161,10 @@ class ChatFormat(Protocol):
         tools: Sequence[Tool] = (),
         kwargs: TemplateKwargs = NO_KWARGS,
     ) -> list[int]:
-        """The ids that follow a sampled ``reply`` behind its stop id: ``messages``, and the opening of the next reply.
+        """The ids after a sampled ``reply`` and its stop id: ``messages``, and the opening of the next reply.
 
-        Sampled ids + stop id (if it was cut) + these are the next prompt; no text before them is looked at, so it
-        cannot be tokenised in another way than it was sampled. Raises like :meth:`open`.
+        Sampled ids + stop id (if the reply was truncated) + these ids are the next prompt. Earlier text is not
+        tokenised again, so its ids stay those that were sampled. Raises like :meth:`open`.
         """
         ...
 
@@ -176,7 +176,7 @@ class ChatFormat(Protocol):
         stops: Sequence[str] = (),
         single_call: bool = False,
     ) -> ReplyReader:
-        """Reads one reply, which begins inside a thought if ``prompt_ids``, what it continues, end with its opening.
+        """A reader for one reply, which begins inside a thought if its prompt, ``prompt_ids``, ends with an opening.
 
         ``stops`` end it; with ``single_call`` its first complete tool call does, too.
         """

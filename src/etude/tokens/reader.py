@@ -2,12 +2,12 @@
 
     ids ──TextStream──▶ text ──_Stops──▶ what no stop string can reach ──_Scanner──▶ deltas
 
-Owns when something is decided and what is held back until then. Does not own how ids are spelt
-(:mod:`etude.tokens.vocabulary`) or how a call's text is parsed (:mod:`etude.tokens.toolcalls`).
+Owns the decision when text is certain and held back until then. Does not own the decoding of ids
+(:mod:`etude.tokens.vocabulary`) or the parsing of a call's text (:mod:`etude.tokens.toolcalls`).
 
-Two rules make a reply independent of how its tokens were cut into pieces: a stop string counts where it is first
-complete, in the raw text, thoughts and calls included; and white space beside a mark (a thought's, a call's) belongs to
-the mark. A call is delivered when it is complete: only then is it certain to be one, and a text cannot be taken back.
+Two rules make a reply independent of the chunks in which its tokens arrive: a stop string counts where it is first
+complete in the raw text, including thoughts and calls; and white space next to a mark (of a thought or call) belongs to
+the mark. A call is delivered when it is complete: only then is it certain, and delivered text cannot be withdrawn.
 """
 
 import secrets
@@ -21,9 +21,9 @@ from etude.tokens.toolcalls import CallEnd, ParsedCall, ReplyMarks
 from etude.tokens.vocabulary import TextState, TextStream
 
 LONG_ID_BYTES = 12
-"""Randomness of a call id, as OpenAI's are: ``call_`` and 24 hex digits."""
+"""Random bytes of a call id in OpenAI's form: ``call_`` and 24 hex digits."""
 SHORT_ID_DIGITS = 9
-"""All that Mistral's templates take."""
+"""The only length that Mistral's templates accept."""
 
 
 def long_call_id() -> str:
@@ -39,8 +39,8 @@ def short_call_id() -> str:
 class IncrementalReader:
     """Reads one reply; implements :class:`~etude.tokens.messages.ReplyReader`.
 
-    ``tools`` decide whether there are calls at all: without any, a reply that looks like one is text. ``new_id`` names
-    the calls that the model did not name. Raises ``ValueError`` for an empty stop string.
+    Without ``tools`` there are no calls: a reply that looks like one is text. ``new_id`` makes ids for calls without
+    one. Raises ``ValueError`` for an empty stop string.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class IncrementalReader:
         self._stops = _Stops(stops)
         self._is_plain = self._scanner.is_plain and not stops
         self._may_stop = bool(stops) or (single_call and self._scanner.has_calls)
-        self._fed: list[tuple[int, TextState, Sequence[int]]] = []  # what came, while something may end the reply
+        self._fed: list[tuple[int, TextState, Sequence[int]]] = []  # only if the reader may end the reply
         self._num_characters = 0
         self._stopped_after: int | None = None
         self._stop_text: str | None = None
@@ -70,7 +70,7 @@ class IncrementalReader:
 
     @property
     def stopped_after(self) -> int | None:
-        """Tokens up to and including the one that completed a stop string or the only call; ``None`` before."""
+        """Number of tokens up to the one that completed a stop string or the only call; ``None`` before."""
         return self._stopped_after
 
     @property
@@ -102,7 +102,7 @@ class IncrementalReader:
         return deltas + rest
 
     def message(self) -> ChatMessage:
-        """The reply as far as it was delivered."""
+        """The delivered part of the reply."""
         return ChatMessage(
             role="assistant",
             content="".join(self._texts),
@@ -111,7 +111,7 @@ class IncrementalReader:
         )
 
     def _read(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens; they are noted, to know later which of them completed what."""
+        """The text of the tokens; records them to find later which token completed a text."""
         self._fed.append((self._num_characters, self._stream.state(), token_ids))
         text = self._stream.feed(token_ids)
         self._num_characters += len(text)
@@ -142,7 +142,7 @@ class IncrementalReader:
             reached += length
             if reached >= characters:
                 break
-        return num_tokens  # all, if it was the end of the reply that completed a character
+        return num_tokens  # all tokens, if the end of the reply completed a character
 
     def _keep(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -159,17 +159,17 @@ class IncrementalReader:
 
 
 class _Stops:
-    """Lets text through as long as no stop string is complete in it."""
+    """Passes text on until a stop string is complete."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._pending = ""
         self._released = 0
         self.ended_at = 0
-        """Characters of the raw text up to the end of the stop string, once one was complete."""
+        """Characters of the raw text up to the end of the stop string, once one is complete."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """(text that is out of every stop string's reach, the stop string that is now complete)."""
+        """(text that cannot be part of a stop string, the stop string that is now complete)."""
         if not self._stops:
             return text, None
         text = self._pending + text
@@ -192,17 +192,17 @@ class _Stops:
 
 class _Phase(Enum):
     START = auto()
-    """White space only, so far: a thought may open."""
+    """Only white space so far: a thought may open."""
     THINKING = auto()
     ANSWER = auto()
-    """Behind a thought; white space is dropped."""
+    """After a thought; white space is dropped."""
     TEXT = auto()
     CALL = auto()
-    """From a call's opening on, until it is complete."""
+    """From a call's opening until the call is complete."""
     BETWEEN = auto()
-    """Behind a call; white space and the grammar's separators are dropped."""
+    """After a call; white space and the grammar's separators are dropped."""
     ENDED = auto()
-    """The only call that was wanted is complete."""
+    """The only requested call is complete."""
 
 
 _NEXT: Mapping[_Phase, frozenset[_Phase]] = MappingProxyType(
@@ -219,7 +219,7 @@ _NEXT: Mapping[_Phase, frozenset[_Phase]] = MappingProxyType(
 
 
 class _Scanner:
-    """Raw text to deltas. ``_rest`` is what was not decided yet; each phase has one method that takes from it."""
+    """Converts raw text to deltas. ``_rest`` is the undecided text; each phase has one method that consumes it."""
 
     def __init__(
         self, marks: ReplyMarks, tools: Sequence[Tool], new_id: Callable[[], str] | None, *, single_call: bool
@@ -233,9 +233,9 @@ class _Scanner:
         self._new_id = new_id or (short_call_id if is_short else long_call_id)
         self._single_call = single_call
         self.has_calls = self._grammar is not None
-        """True where there can be tool calls."""
+        """True if there can be tool calls."""
         self.is_plain = self._grammar is None and self._thinking is None and not self._framing
-        """True where there can be text only."""
+        """True if there can only be text."""
         self._phase = _Phase.THINKING if marks.starts_thinking and marks.thinking else _Phase.START
         self._steps: Mapping[_Phase, Callable[[], bool]] = {
             _Phase.START: self._start,
@@ -252,7 +252,7 @@ class _Scanner:
         self._num_calls = 0
         self._call_end: CallEnd | None = None
         self.ended_at: int | None = None
-        """Characters up to the end of the only call that was wanted, once it is complete."""
+        """Characters up to the end of the only requested call, once it is complete."""
 
     def feed(self, text: str) -> list[Delta]:
         """The parts that more text decides."""
@@ -263,7 +263,7 @@ class _Scanner:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """The undecided text as what it looks like; a complete call needs no closing mark any more."""
+        """The undecided text, as a thought or text; a complete call needs no closing mark at the end."""
         if self._phase is _Phase.CALL and self._call_end is not None:
             self._close(len(self._rest))
         if self._phase is _Phase.THINKING:
@@ -295,7 +295,7 @@ class _Scanner:
         return bool(self._rest) and self._begin()
 
     def _begin(self) -> bool:
-        """Leave START or ANSWER for what comes first: a call, or text."""
+        """Move from START or ANSWER to the next phase: a call or text."""
         stripped = self._rest.lstrip()
         if stripped.startswith(self._openings + self._framing):
             return self._mark(self._openings)
@@ -304,7 +304,7 @@ class _Scanner:
         return self._move(_Phase.TEXT)
 
     def _mark(self, openings: tuple[str, ...]) -> bool:
-        """Take the mark that what is not decided begins with, behind white space: framing is dropped, a call opens."""
+        """Consume the mark at the beginning of the undecided text, after white space: drop framing, or open a call."""
         stripped = self._rest.lstrip()
         at = len(self._rest) - len(stripped)
         if any(mark != stripped and mark.startswith(stripped) for mark in openings + self._framing):
@@ -346,7 +346,7 @@ class _Scanner:
         return end is not None and self._close(end)
 
     def _close(self, end: int) -> bool:
-        """A call is complete, or its text broken, which makes it text."""
+        """Deliver a complete call; one that cannot be parsed becomes text."""
         assert self._grammar is not None and self._call_end is not None
         call = self._grammar.parse(self._rest[self._call_end.start : end].strip(), self._tools)
         self._call_end = None
@@ -405,7 +405,7 @@ def read_text(text: str, marks: ReplyMarks, tools: Sequence[Tool]) -> tuple[str,
 
 
 def _partial(text: str, words: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` that is the beginning of a word, but not the word."""
+    """Length of the longest end of ``text`` that is a proper prefix of a word."""
     longest = 0
     for word in words:
         at = text.find(word[0], max(0, len(text) - len(word) + 1))

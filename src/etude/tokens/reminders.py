@@ -1,13 +1,12 @@
-"""Reminders: one more message in a context of tokens, right before the reply.
+"""Reminders: an additional message in a context of tokens, directly before the reply.
 
-    … ⟨user⟩ run the tests ⟨end⟩ ┊                          ⟨assistant⟩     what a turn was sampled from
-    … ⟨user⟩ run the tests ⟨end⟩ ┊ ⟨user⟩ the hint ⟨end⟩ ┊ ⟨assistant⟩     the same, reminded
+    … ⟨user⟩ run the tests ⟨end⟩ ┊                          ⟨assistant⟩     the context of a sampled turn
+    … ⟨user⟩ run the tests ⟨end⟩ ┊ ⟨user⟩ the hint ⟨end⟩ ┊ ⟨assistant⟩     the same with a reminder
 
-Owns where the message goes and how it is spelt, for any chat format. Both are found out by rendering conversations with
-and without a last message more: what the longer one has in between is the message, and what stands behind it in both is
-the opening of the reply. Nothing before the message changes, whatever a template would make of older messages of a
-longer conversation, and nothing behind it: a reply's ids are the same in both contexts. Does not know what is worth a
-reminder.
+Owns the position and the ids of the message, for any chat format. Both result from rendering conversations with and
+without an additional last message: the inserted part is the message, and the common part after it is the opening of the
+reply. Nothing before the message changes, even if the template would render older messages of a longer conversation
+differently, and nothing after it: a reply has the same ids in both contexts. Does not choose the reminders.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from etude.tokens.messages import ChatFormat, ChatMessage, Role, ToolCall
 from etude.types import Ids
 
 ROLES: tuple[Role, ...] = ("user", "system")
-"""Roles of a reminder, in order: the first that a format accepts there."""
+"""Roles of a reminder, in order of preference: the first that a format accepts there is used."""
 _QUESTION = ChatMessage(role="user", content=".")
 _REPLY = ChatMessage(role="assistant", content=".")
 _CALL = ToolCall(call_id="abcdefghi", name="probe", arguments="{}")
@@ -32,22 +31,22 @@ ENDINGS: tuple[tuple[ChatMessage, ...], ...] = (
     (ChatMessage(role="system", content="."), _QUESTION),
     (_QUESTION, _CALLED, _ANSWERED),
 )
-"""Conversations before a reply; a format that knows no tools or no system message is not asked about them."""
+"""Conversations before a reply; those that a format rejects, such as tools or system messages, are skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seam:
-    """One way in which a format goes on to a reply, and where a message fits in."""
+    """One form of the end of a context, and the position of a message in it."""
 
     ending: tuple[ChatMessage, ...]
-    """The conversation that showed it."""
+    """The rendered conversation that showed it."""
     opening: tuple[int, ...]
-    """Text between the last message and the reply."""
+    """Ids between the last message and the reply."""
     last: int
-    """The token before that: by it a context is known where nothing opens a reply."""
+    """The id before the opening; identifies a context if the opening is empty."""
 
     def fits(self, prompt_ids: Ids) -> bool:
-        """Report whether a context goes on like this."""
+        """True if a context ends in this form."""
         place = len(prompt_ids) - len(self.opening)
         if place < 1 or tuple(prompt_ids[place:].tolist()) != self.opening:
             return False
@@ -58,7 +57,7 @@ class _Seam:
 class Reminders:
     """Inserts reminders into contexts of one chat format.
 
-    Raises ``ValueError`` for a format that takes no message there, or changes what is around it, with its words.
+    Raises ``ValueError`` with the format's message if the format rejects a message there, or changes its surroundings.
     """
 
     def __init__(self, chat: ChatFormat) -> None:
@@ -66,11 +65,11 @@ class Reminders:
         self._role, self._seams = _find_seams(chat)
 
     def fits(self, prompt_ids: Ids) -> bool:
-        """Report whether a reminder can be put into a context [P]: not into one that ends in the middle of a reply."""
+        """True if a reminder fits into a context [P]; false if the context ends in the middle of a reply."""
         return self._seam(prompt_ids) is not None
 
     def place(self, prompt_ids: Ids) -> int:
-        """Before which token of a context a reminder goes: those before it are the same in both. Raises like
+        """Index of the token before which a reminder is inserted; earlier tokens do not change. Raises like
         :meth:`insert`.
         """
         seam = self._seam(prompt_ids)
@@ -83,9 +82,9 @@ class Reminders:
         return len(prompt_ids) - len(seam.opening)
 
     def insert(self, prompt_ids: Ids, text: str) -> Ids:
-        """The context [P] with ``text`` in it; without a text, the context itself.
+        """The context [P] with ``text`` inserted; for an empty text, the context itself.
 
-        Raises ``ValueError`` for a context that it does not fit into.
+        Raises ``ValueError`` for a context into which a reminder does not fit.
         """
         if not text:
             return prompt_ids
@@ -95,7 +94,7 @@ class Reminders:
         return np.concatenate((prompt_ids[:place], np.asarray(message, prompt_ids.dtype), prompt_ids[place:]))
 
     def _seam(self, prompt_ids: Ids) -> _Seam | None:
-        """The one with the longest opening that fits."""
+        """The fitting seam with the longest opening."""
         return next((seam for seam in self._seams if seam.fits(prompt_ids)), None)
 
 
@@ -110,7 +109,7 @@ def _find_seams(chat: ChatFormat) -> tuple[Role, tuple[_Seam, ...]]:
 
 
 def _seams_of(chat: ChatFormat, role: Role) -> tuple[_Seam, ...]:
-    """Every way there is for messages of ``role``, longest opening first. Raises ``ValueError`` where that is none."""
+    """Every seam for messages of ``role``, longest opening first. Raises ``ValueError`` if a message does not fit."""
     reminder = ChatMessage(role=role, content=".")
     seams_by_opening: dict[tuple[object, ...], tuple[_Seam, list[int]]] = {}
     for ending in ENDINGS:
@@ -131,7 +130,7 @@ def _seams_of(chat: ChatFormat, role: Role) -> tuple[_Seam, ...]:
 
 
 def _written(chat: ChatFormat, seam: _Seam, message: ChatMessage) -> list[int]:
-    """The ids of a message at a seam. Raises ``ValueError`` if they are mixed up with others."""
+    """The ids of a message at a seam. Raises ``ValueError`` if the message changes the ids around it."""
     plain, longer = chat.open(seam.ending), chat.open([*seam.ending, message])
     start, end = len(plain) - len(seam.opening), len(longer) - len(seam.opening)
     if longer[:start] != plain[:start] or longer[end:] != list(seam.opening):
@@ -140,7 +139,7 @@ def _written(chat: ChatFormat, seam: _Seam, message: ChatMessage) -> list[int]:
 
 
 def _opened(chat: ChatFormat, messages: Sequence[ChatMessage]) -> list[int] | None:
-    """The ids of a conversation; ``None`` for one that the format does not take."""
+    """The ids of a conversation; ``None`` if the format rejects it."""
     try:
         return chat.open(messages)
     except ValueError:
@@ -148,6 +147,6 @@ def _opened(chat: ChatFormat, messages: Sequence[ChatMessage]) -> list[int] | No
 
 
 def _behind(plain: Sequence[int], longer: Sequence[int]) -> tuple[int, ...]:
-    """The rest of a conversation once it differs from a longer one."""
+    """The ids of a conversation from the first difference to a longer one."""
     differs = (index for index, (a, b) in enumerate(zip(plain, longer, strict=False)) if a != b)
     return tuple(plain[next(differs, len(plain)) :])

@@ -1,10 +1,10 @@
-"""Differences between what a model is trained on and what a server that renders every call afresh shows it.
+"""Differences between the training context of a model and the prompt of a server that renders every call anew.
 
-    trained       prompt, sampled ids, what is new; thoughts and all            ``open``, ``extend``, ``extend``, …
-    afresh        the template over all messages, as other servers render them  ``open``
+    trained       prompt, sampled ids with thoughts, new messages               ``open``, ``extend``, ``extend``, …
+    anew          the template over all messages, as other servers render them  ``open``
 
-Found out by rendering conversations whose words are known, so any chat format will do. Owns what is compared;
-docs/models.md says what to do about it.
+Determined by rendering conversations with known text, so any chat format works. Owns the comparison; docs/models.md
+describes the consequences.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from etude.tokens.messages import ChatFormat, ChatMessage, Tool, ToolCall
 
 QUESTION, THOUGHT = "zq1", "zq2"
-"""Words that no template would say by itself."""
+"""Words that no template contains."""
 TOOL = Tool(name="probe", description=".", parameters={"type": "object", "properties": {}})
 USER, NEXT = ChatMessage(role="user", content=QUESTION), ChatMessage(role="user", content=".")
 ANSWER = ChatMessage(role="assistant", content=".", thinking=THOUGHT)
@@ -23,7 +23,7 @@ RESULT = ChatMessage(role="tool", content=".", tool_call_id="abcdefghi")
 
 
 def rendered_differently(chat: ChatFormat) -> list[str]:
-    """The differences, each in some words; none for a format that other servers render as étude does."""
+    """The differences, each as a phrase; empty for a format that other servers render like étude."""
     places: dict[str, list[str]] = {}
     for place, conversation in (
         ("at the next user's message", [USER, ANSWER, NEXT]),
@@ -33,7 +33,7 @@ def rendered_differently(chat: ChatFormat) -> list[str]:
         try:
             differences = _differences(chat, conversation)
         except ValueError:
-            continue  # the template does not take it: no server shows it to the model
+            continue  # the template rejects it: no server shows it to the model
         for what in differences:
             places.setdefault(what, []).append(place)
     return [f"{what} {' and '.join(there[:2])}" for what, there in places.items()]

@@ -1,9 +1,8 @@
-"""One jinja chat template, compiled and rendered the way Hugging Face's checkpoints expect it.
+"""One jinja chat template, compiled and rendered as Hugging Face checkpoints expect.
 
-Owns the environment: settings, filters and globals as ``apply_chat_template`` has them, in jinja's sandbox, for a
-template is code from a download. It may read what it is given and nothing else, and one rendering has a budget of
-steps: a template that loops ends with an error instead of holding up its caller. Text in, text out; tokens are
-:mod:`etude.tokens.jinja`'s business.
+Owns the environment: settings, filters and globals of ``apply_chat_template``, in jinja's sandbox because a template is
+downloaded code. It can read only its inputs, and one rendering has a budget of steps: an endless loop raises an error
+instead of blocking the caller. Text in, text out; :mod:`etude.tokens.jinja` owns tokens.
 """
 
 import json
@@ -24,24 +23,24 @@ from etude.tokens.messages import NO_KWARGS, TemplateKwargs
 from etude.types import Json
 
 Now: TypeAlias = Callable[[], datetime]
-"""Says what day it is; asked once per rendering."""
+"""Returns the current date; called once per rendering."""
 
 MAX_STEPS = 2_000_000
-"""Steps of one rendering: one for each item that a loop takes or a range is made of. A second or two; a template that
-compares each message with each other gets there at a thousand messages.
+"""Limit of steps of one rendering, one per item of a loop or range. It takes a second or two; a template that compares
+all pairs of messages reaches it at about a thousand messages.
 """
 STEP_CHARACTERS, STEP_ITEMS = 256, 16
-"""So much of a text or a list that an operator makes counts as one step."""
+"""Characters of a text, and items of a list, that count as one step when an operator makes them."""
 CALL_STEPS = 20
 """Cost of a call, in iterations of a loop."""
 MAX_BITS = 4096
 """Size of the largest number that a template computes: products of larger ones take time beyond any count of steps."""
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Fields of ``tokenizer_config.json`` that templates know as variables."""
+"""Fields of ``tokenizer_config.json`` that are template variables."""
 GIVEN = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", *SPECIAL_ROLES})
-"""Variables that a template is given with each conversation: they may not be set by name."""
+"""Variables that every rendering sets; a caller may not set them."""
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, NameError, RecursionError, TypeError, ValueError)
-"""Errors that a template may raise, on purpose or by a conversation it did not expect."""
+"""Errors that a template may raise, on purpose or because of an unexpected conversation."""
 
 
 class JinjaTemplate:
@@ -62,7 +61,7 @@ class JinjaTemplate:
         except TemplateError as error:
             raise DamagedError(f"the chat template does not compile: {error}") from error
         self.reads = reads - GIVEN - environment.globals.keys()
-        """The further variables that it looks at, e.g. ``enable_thinking``: what a caller may set."""
+        """Further variables that the template reads, e.g. ``enable_thinking``: a caller may set them."""
 
     def render(
         self,
@@ -72,10 +71,10 @@ class JinjaTemplate:
         *,
         opening: bool,
     ) -> str:
-        """The text of a conversation; with ``opening`` also of the beginning of the next reply.
+        """The text of a conversation; with ``opening`` also the beginning of the next reply.
 
-        ``kwargs`` are further variables, out of :attr:`reads`. Raises ``ValueError`` with the template's own words for
-        a conversation that it does not take, and where it takes more than ``MAX_STEPS``.
+        ``kwargs`` are further variables, from :attr:`reads`. Raises ``ValueError`` with the template's message for a
+        conversation that it rejects, and after ``MAX_STEPS`` steps.
         """
         steps = _steps.set(MAX_STEPS)
         try:
@@ -97,7 +96,7 @@ class JinjaTemplate:
 
 
 def _variables_of(tree: nodes.Template) -> frozenset[str]:
-    """The variables that a template takes from outside: those it looks up and does not set, or asks about before."""
+    """The variables that a template takes from outside: those that it reads but does not set, or tests for presence."""
     names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
     optional = {
         node.node.name
@@ -119,7 +118,7 @@ def _spend(steps: int) -> None:
 
 
 class _Generator(CodeGenerator):
-    """Has loops and ``~`` go through the environment, whatever they run over."""
+    """Routes all loops and ``~`` through methods of the environment."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802 - jinja's name
         """A loop over counted items."""
@@ -139,7 +138,7 @@ class _Generator(CodeGenerator):
 
 @final
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja as ``apply_chat_template`` sets it up, but that whatever repeats or grows is counted."""
+    """Jinja as ``apply_chat_template`` configures it, with a count of loops, calls and growing values."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"+", "*", "**"})
@@ -149,7 +148,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise
         self.globals["range"] = _range
-        del self.globals["lipsum"]  # makes up text, without end if it is told to
+        del self.globals["lipsum"]  # generates text of unlimited length
 
     def counted(self, iterable: Iterable[Any]) -> Iterator[Any]:
         """The items of a loop, one step each."""
@@ -164,18 +163,18 @@ class _Environment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as jinja has it
-        """Count a call, which may be a macro's of itself."""
+        """Count a call, which may be recursive."""
         _spend(CALL_STEPS)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Count what an operator makes by its size, before it is made."""
+        """Count the result of an operator by its size, before computing it."""
         _spend(_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """Steps that the result of an operator counts as. Raises ``TemplateError`` for a number that is too large."""
+    """Steps for the result of an operator. Raises ``TemplateError`` for a number that is too large."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_BITS:
@@ -187,7 +186,7 @@ def _size(operator: str, left: Any, right: Any) -> int:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks for trainers what an assistant said; here it is only a scope."""
+    """``{% generation %}``, which marks an assistant's text for trainers; here it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
 
@@ -203,12 +202,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; jinja's own filter escapes for HTML."""
+    """Plain JSON; jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _range(*bounds: int) -> range:
-    """Python's, counted when it is made: filters take its items without a loop."""
+    """Python's ``range``, counted when it is created because filters consume it without a loop."""
     numbers = range(*bounds)
     _spend(len(numbers))
     return numbers

@@ -3,11 +3,11 @@
     text <tool_call>{"name": …}</tool_call> <tool_call>{…}</tool_call>
          opening    form       closing     again
 
-Owns the nouns, and the end of a call. Does not own how one call is written (:mod:`etude.tokens.call_syntax`), the table
-of grammars (:mod:`etude.tokens.grammars`), which of them a checkpoint has (:mod:`etude.tokens.grammar_detection`), how
-a reply is read while it comes (:mod:`etude.tokens.reader`) or how calls look in a prompt (the chat template).
+Owns the types, and the end of a call. Does not own the syntax of one call (:mod:`etude.tokens.call_syntax`), the table
+of grammars (:mod:`etude.tokens.grammars`), the choice for a checkpoint (:mod:`etude.tokens.grammar_detection`), the
+incremental parsing of a reply (:mod:`etude.tokens.reader`) or calls in a prompt (the chat template).
 
-A text that its grammar does not take is no call, and its caller sees it as the text it is.
+A text that its grammar rejects is not a call; the caller receives it as text.
 """
 
 import re
@@ -27,12 +27,12 @@ class ParsedCall:
     arguments: str
     """A JSON object, as text."""
     call_id: str = ""
-    """Positions where the grammar carries one."""
+    """The id that the model wrote, if the grammar has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallScope:
-    """The brackets that hold the arguments of a call together; inside of them quotes make text of every mark."""
+    """The brackets around the arguments of a call; inside them, marks within quotes are text."""
 
     opening: str
     closing: str
@@ -48,11 +48,11 @@ class CallForm(Protocol):
 
     @property
     def scope(self) -> CallScope | None:
-        """The brackets around its arguments; ``None`` where only marks hold them together."""
+        """The brackets around its arguments; ``None`` if only marks delimit them."""
         ...
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
-        """The call that ``text`` is, by the tools of that name; ``None`` if it is none."""
+        """Parse ``text`` as a call, with ``tools`` by name; ``None`` if it is not a call."""
         ...
 
 
@@ -71,36 +71,36 @@ class Grammar:
     name: str
     form: CallForm
     openings: tuple[str, ...] = ()
-    """Any of these, or several, stand before a call and say nothing else."""
+    """Marks before a call, one or several."""
     starts: tuple[str, ...] = ()
-    """A call may itself begin like this, without an opening."""
+    """Beginnings of a call that needs no opening."""
     again: tuple[str, ...] = ()
-    """So may one directly behind another one."""
+    """Further beginnings of a call directly after another one."""
     closings: tuple[str, ...] = ()
-    """Any of these ends a call, outside of quotes; none where a call ends with its scope."""
+    """Marks that end a call, outside of quotes; empty if a call ends with its scope."""
     between: tuple[str, ...] = ()
-    """Says nothing, between and behind calls."""
+    """Marks between and after calls, which are dropped."""
     inside: tuple[str, ...] = ()
     """Marks within a call."""
     framing: tuple[str, ...] = ()
-    """Says nothing, around text."""
+    """Marks around text, which are dropped."""
     first: bool = False
     """True if calls open only where a reply begins."""
     short_ids: bool = False
-    """True if the template takes call ids of nine letters and digits only."""
+    """True if the template accepts only call ids of nine letters and digits."""
     thinking: Thinking | None = None
-    """The marks of thoughts that come with these calls alone."""
+    """The marks of thoughts that are specific to this grammar."""
     sign: str = ""
-    """A checkpoint has this grammar if its template mentions this and shows no call; empty: never."""
+    """Text in a template by which it has this grammar if it renders no call; empty for never."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Every mark; special tokens in them must be spelt for a call to be seen."""
+        """Every mark; special tokens in them must be decoded to text so that calls are found."""
         parts = (self.openings, self.starts, self.again, self.closings, self.between, self.inside, self.framing)
         return tuple(mark for part in parts for mark in part)
 
     def parse(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
-        """The call from its opening to its closing, which it may lack if its scope says that it is whole."""
+        """Parse a call from its opening to its closing, which may be missing if the call has a scope."""
         text = text.strip()
         while opening := next((mark for mark in self.openings if text.startswith(mark)), None):
             text = text.removeprefix(opening).lstrip()
@@ -116,26 +116,26 @@ class ReplyMarks:
     """The reply grammar of one checkpoint."""
 
     grammar: Grammar | None = None
-    """``None``: all is text."""
+    """``None`` if there are no calls."""
     thinking: Thinking | None = None
-    """``None``: there are no thoughts."""
+    """``None`` if there are no thoughts."""
     starts_thinking: bool = False
     """True if the template opens the thoughts at the end of the prompt."""
 
 
 THINKING = (Thinking(opening="<think>", closing="</think>"), Thinking(opening="[THINK]", closing="[/THINK]"))
-"""The pairs of marks that checkpoints think between."""
+"""The marks of thoughts in checkpoints."""
 
 
 def thinking_of(template: str) -> Thinking | None:
-    """The marks between which the model of a chat template thinks; ``None`` if it does not."""
+    """The marks of thoughts in a chat template; ``None`` if it has none."""
     return next((marks for marks in THINKING if marks.closing in template), None)
 
 
 class CallEnd:
-    """Finds the end of a call in streamed text; every character is read once for each closing mark.
+    """Finds the end of a call in streamed text; reads every character once per closing mark.
 
-    A closing mark inside of a quoted string is text, e.g. where a call writes a file about tool calls.
+    A closing mark inside a quoted string is text, e.g. if a call writes a file about tool calls.
     """
 
     def __init__(self, grammar: Grammar, start: int) -> None:
@@ -150,7 +150,7 @@ class CallEnd:
         self._quote = ""
 
     def find(self, text: str) -> int | None:
-        """The end of the call in ``text``, which begins as it did last time; ``None`` if it has none yet."""
+        """The end of the call in ``text``, which extends the text of the last call; ``None`` if there is none yet."""
         if self._closing is None:
             return self._scan(text, len(text), to_scope_end=True)
         while match := self._closing.search(text, self._search):
@@ -162,7 +162,7 @@ class CallEnd:
         return None
 
     def _scan(self, text: str, limit: int, *, to_scope_end: bool) -> int | None:
-        """Follow quotes and the scope's brackets up to ``limit``; says where the scope ends, if that is asked for."""
+        """Track quotes and the scope's brackets up to ``limit``; with ``to_scope_end`` return the end of the scope."""
         scope = self._scope
         while scope is not None and self._at < limit:
             marks = f"{self._quote}\\" if self._quote else scope.opening + scope.closing + scope.quotes

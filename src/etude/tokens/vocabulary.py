@@ -1,7 +1,7 @@
-"""A tokenizer as chat formats need it: text of token ids, and ids of text that cannot forge control tokens.
+"""A tokenizer for chat formats: decoding of token ids, and encoding of text that cannot forge control tokens.
 
-Owns the bytes behind each id, their incremental decoding, and the guard that keeps text from spelling control tokens.
-The format of conversations is :mod:`etude.tokens.chat`'s and :mod:`etude.tokens.jinja`'s.
+Owns the bytes of each id, their incremental decoding, and the guard that prevents text from spelling control tokens.
+:mod:`etude.tokens.chat` and :mod:`etude.tokens.jinja` own the format of conversations.
 """
 
 import codecs
@@ -21,24 +21,24 @@ Spec: TypeAlias = "dict[str, Json]"
 """One object of a ``tokenizer.json``."""
 
 TextState: TypeAlias = tuple[bytes, bool]
-"""The bytes of an incomplete character; true if a space at the start is still to be dropped."""
+"""The bytes of an incomplete character, and true if a space at the start must still be dropped."""
 
 NONCE_DIGITS = 40
-"""Length of a stand-in: 132 bits, which no author of a message can guess. Digits survive every filter that a template
-may apply to text: JSON, case, trimming.
+"""Length of a stand-in: 132 bits, which an author of a message cannot guess. Template filters (JSON, case, trimming) do
+not change digits.
 """
 MOST_IDS = 1 << 22
-"""Most token ids of a tokenizer, 16 times those of the largest in use: tables are made for all of them."""
+"""Limit of token ids, 16 times the largest tokenizer in use: tables have an entry for each id."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """SentencePiece's spelling of a byte that no token covers."""
 
 
 def check_tokenizer(text: str) -> None:
-    """Raise ``ValueError`` for a ``tokenizer.json`` that would crash its library instead of being refused.
+    """Raise ``ValueError`` for a ``tokenizer.json`` that would crash the library instead of raising an error.
 
-    That is an id for which it would allocate a table of gigabytes, and a subword prefix that merges lack: the library
-    cuts that many bytes off them, and half a character ends the process. No key may occur twice, so that both parsers
-    see the same.
+    Such files have an id for which the library would allocate a table of gigabytes, or merges without the subword
+    prefix: the library removes as many bytes from them, and half a character crashes the process. No key may occur
+    twice, so that both parsers see the same object.
     """
     spec: Json = json.loads(text, object_pairs_hook=_unique)
     model = spec.get("model") if isinstance(spec, dict) else None
@@ -99,7 +99,7 @@ class Spelling:
         """A copy with other texts for the tokens in ``spellings`` (id → text)."""
         table = list(self._table)
         for index, text in spellings.items():
-            if index < len(table):  # a padded model may know more ids than its tokenizer
+            if index < len(table):  # a padded model may have more ids than its tokenizer
                 table[index] = text.encode()
         other = copy(self)
         other._table = tuple(table)
@@ -142,7 +142,7 @@ class TextStream:
         return self._decoder.getstate()[0], self._strips
 
     def lengths(self, state: TextState, token_ids: Sequence[int]) -> Iterator[int]:
-        """Counts of the characters that each of ``token_ids`` completed when they were fed in ``state``."""
+        """Numbers of characters that each of ``token_ids`` completes when fed in ``state``."""
         pending, strips = state
         past = TextStream(self._table, strips=strips)
         past._decoder.setstate((pending, 0))
@@ -162,11 +162,11 @@ def stand_in() -> str:
 class Guard:
     """Encodes text in which only the template may produce ``controls``, the control tokens (text → id).
 
-    Text of people and tools passes through :meth:`hide` before a template sees it, which splits everything that spells
-    a control token by a stand-in. So :meth:`encode` can tell which control tokens the template wrote. It replaces these
-    by secret names, removes the stand-ins, and encodes with a twin of the tokenizer that knows the control tokens only
-    by their secret names. All other ids are those that the tokenizer gives the whole text. The twin takes as much
-    memory as the tokenizer.
+    Before a template sees the text of people and tools, :meth:`hide` inserts a stand-in into everything that spells a
+    control token. So :meth:`encode` can distinguish the control tokens that the template wrote. It replaces these by
+    secret names, removes the stand-ins, and encodes with a twin of the tokenizer that has the control tokens only under
+    their secret names. All other ids are those of the tokenizer for the whole text. The twin needs as much memory as
+    the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, controls: Mapping[str, int]) -> None:
@@ -176,7 +176,7 @@ class Guard:
         self._tokenizer = tokenizer
         self._split = stand_in()
         secret = stand_in()
-        # Brackets from the private use area keep digits of the text apart from those of the name.
+        # Brackets from the private use area separate digits of the text from those of the name.
         self._names = {text: f"\ue000{secret}{index}\ue001" for index, text in enumerate(controls)}
         self._twin = _renamed(tokenizer, self._names)
         for text, name in self._names.items():
@@ -187,7 +187,7 @@ class Guard:
 
     def hide(self, text: str) -> str:
         """``text`` with a stand-in inside everything that spells a control token."""
-        while self._controls.search(text):  # again where two overlapped
+        while self._controls.search(text):  # repeat for overlapping matches
             text = self._controls.sub(lambda match: match[0][0] + self._split + match[0][1:], text)
         return text
 
@@ -209,13 +209,13 @@ class Guard:
         return match[0] if match else None
 
     def encode(self, rendered: str) -> list[int]:
-        """The ids of what a template rendered from hidden texts."""
+        """The ids of a text that a template rendered from hidden texts."""
         if self._split not in rendered:
             return self._ids(self._tokenizer, rendered)
         return self._ids(self._twin, self._controls.sub(self._name, rendered).replace(self._split, ""))
 
     def encode_plain(self, text: str) -> list[int]:
-        """The ids of text that no template wrote, none of them a control token."""
+        """The ids of text that no template wrote, without control tokens."""
         return self._ids(self._twin, text)
 
     def _name(self, match: re.Match[str]) -> str:
@@ -228,7 +228,7 @@ class Guard:
 
 
 def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """A copy of a tokenizer with other texts for some tokens, and the same ids."""
+    """A copy of a tokenizer with new texts for some tokens and the same ids."""
     spec: Spec = json.loads(tokenizer.to_str())
     for token in _objects(spec.get("added_tokens")):
         content = token.get("content")

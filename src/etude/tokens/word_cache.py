@@ -1,10 +1,10 @@
-"""Cache of words' token ids: agents mostly send words that were tokenised before.
+"""Cache of the token ids of words: agents mostly send words that were tokenised before.
 
-    text ──WORDS──▶ words ──cache──▶ ids          a word that is new: the tokenizer, once
+    text ──WORDS──▶ words ──cache──▶ ids          a new word: the tokenizer, once
 
-A byte-level BPE never merges across the words of its pre-tokenizer, so the ids of a text are those of its words,
-one after the other. Owns the pattern of the built-in format's words, for the tokenizer that is trained with it and for
-Python. Does not own the vocabulary.
+A byte-level BPE never merges across the words of its pre-tokenizer, so the ids of a text are the concatenated ids of
+its words. Owns the pattern of the built-in format's words, for the tokenizer and for Python. Does not own the
+vocabulary.
 """
 
 import re
@@ -15,26 +15,26 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 """Characters of the tokenizer's ``\\s``; Python's has four more control characters."""
 WORDS = r" ?[A-Za-z_]+| ?[0-9]|\n *| +| ?[<>=!+*-]=| ?[^\sA-Za-z_0-9]|\s"
-"""Bounds that BPE may not merge across: words, single digits, an indent with its line break, single marks.
+"""Units that BPE does not merge across: words, single digits, an indent with its line break, single marks.
 
-Marks stay apart (but for ``==`` and kin) so that ``s[-n:][::-1]`` is built from parts the model has met elsewhere: were
-``:][::-`` one token, a combination that is held out could never be written.
+Marks stay separate (except ``==`` and similar) so that ``s[-n:][::-1]`` consists of parts that the model has seen
+elsewhere: if ``:][::-`` were one token, the model could never write a held-out combination.
 """
 FIND_WORDS: Callable[[str], list[str]] = re.compile(
     WORDS.replace(r"[^\s", "[^" + SPACE.strip("[]")).replace(r"\s", SPACE)
 ).findall
-"""The words of a text, as the tokenizer's own pattern makes them; together they are the text."""
+"""Splits a text into words like the tokenizer's own pattern; joined, they are the text."""
 LONGEST_CHARACTERS = 32
-"""Longer words are rare and not remembered."""
+"""Longest cached word; longer words are rare."""
 MOST_WORDS = 1 << 16
-"""Remembered at a time: some 10 MB."""
+"""Largest number of cached words: about 10 MB."""
 
 
 class WordCache:
     """Encodes plain text exactly as its tokenizer, with a cache of words."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """``tokenizer`` has no normaliser; whether it splits by ``WORDS`` is looked up, else nothing is remembered."""
+        """``tokenizer`` must have no normaliser; if it does not split by ``WORDS``, nothing is cached."""
         self._tokenizer = tokenizer
         self._splits = _state(tokenizer.pre_tokenizer) == _state(word_splitter())
         self._ids_of: dict[str, list[int]] = {}

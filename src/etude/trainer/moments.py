@@ -89,7 +89,7 @@ class InFloat32:
         return None if key.endswith(SCALE) else parameter.detach()
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Return at once: nothing is in progress."""
 
 
 @final
@@ -152,7 +152,7 @@ class InEightBits:
         return _sharded(torch.empty_like(own, dtype=torch.uint8), parameter)
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Return at once: nothing is in progress."""
 
 
 MOMENTS: Mapping[OptimiserState, Callable[[], Moments]] = MappingProxyType(

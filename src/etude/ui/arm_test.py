@@ -1,9 +1,9 @@
-"""The A/B test of a pending release: the evidence so far, and how it developed session by session.
+"""The A/B test of a pending release: its evidence so far, and the evidence after each session.
 
     sessions of both arms, in the order in which they ended ──▶ the confidence interval after each of PLACES prefixes
 
-Figures are the controller's own (:meth:`~etude.releases.controller.ReleaseController.canary_evidence`): people see
-exactly what decides. Confidence sequences are valid at all times, so looking early costs nothing.
+Figures are the controller's own (:meth:`~etude.releases.controller.ReleaseController.canary_evidence`), so the page
+shows what decides. Confidence sequences are valid at all times, so looking early costs nothing.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from etude.routing_table import RoutingTable
 from etude.types import Json
 
 PLACES = 40
-"""Points of the curve."""
+"""Maximum number of points of the curve."""
 
 
 def arm_test(

@@ -1,8 +1,8 @@
-"""The tab *Compare*: two versions or runs, task by task, with paired intervals and the rollouts where they differ.
+"""The tab *Compare*: two versions or runs, task by task, with paired intervals and the rollouts that differ.
 
-    RUN:LABEL, RUN:LABEL ──▶ tasks that both have tried ──▶ rates, their difference, templates, tasks
+    RUN:LABEL, RUN:LABEL ──▶ tasks that both have attempted ──▶ rates, their difference, templates, tasks
 
-Owns which figures there are; the statistics are :mod:`etude.dashboard.statistics`'.
+Owns the set of figures; :mod:`etude.dashboard.statistics` owns the statistics.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ WAYS: tuple[Way, ...] = ("sampled", "greedy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """A task that both have tried, and its value in each: a share of passes, or a mean reward."""
+    """A task that both have attempted, and its value in each: a share of passes, or a mean reward."""
 
     before: TriedTask
     after: TriedTask
@@ -30,9 +30,9 @@ class _Pair:
 
 
 def compare(runs: RunList, options: Mapping[str, str]) -> Json:
-    """The evaluation ``b`` − the evaluation ``a``, each RUN:LABEL; ``way`` is ``sampled`` or ``greedy``.
+    """Compare two evaluations, ``b`` − ``a``, each as RUN:LABEL; ``way`` is ``sampled`` or ``greedy``.
 
-    Raises :class:`~etude.errors.UserError` for what cannot be compared.
+    Raises :class:`~etude.errors.UserError` if they cannot be compared.
     """
     way = cast(Way, options.get("way") or "sampled")
     if way not in WAYS:
@@ -85,7 +85,7 @@ def _value(task: TriedTask, has_fractions: bool) -> float:
 
 
 def _template(name: str, pairs: Sequence[_Pair]) -> Json:
-    """The tasks of one template together; of a single one there is no interval."""
+    """Figures of one template's tasks; a single task has no interval."""
     own = [pair.values for pair in pairs if pair.before.cluster == name]
     firsts, seconds = [first for first, _ in own], [second for _, second in own]
     difference = difference_of(firsts, seconds, [name] * len(own)) if len(own) > 1 else None

@@ -3,7 +3,7 @@
     StepDone, EvalDone, HeldoutLoss, … ──▶ Curves ──▶ columns since a step
     RolloutClosed ──▶ RolloutCurves ──▶ lengths, turns and cheats by weight version
 
-A step that is done again after a resumption replaces what had followed it; then the ``revision`` is another.
+A step that is repeated after a resumption replaces itself and all later ones; then the ``revision`` changes.
 """
 
 from bisect import bisect_right
@@ -16,14 +16,14 @@ from etude.types import Json
 from etude.ui.event_lines import Fields
 
 PART, END, AGE = "part:", "end:", "age:"
-"""Begin the names of columns that are no metrics: parts of the reward, rollouts by how they ended, tokens by age."""
+"""Prefixes of columns that are not metrics: parts of the reward, rollouts by finish reason, tokens by age."""
 WAYS = ("sampled", "greedy")
 TRAIN = "train"
 """Purpose of the rollouts that are trained on."""
 
 
 class Curves:
-    """Everything of a run that is drawn over steps."""
+    """All data of a run that are drawn over steps."""
 
     KINDS: ClassVar[frozenset[str]] = frozenset(
         {"StepDone", "EvalDone", "HeldoutLoss", "ImitationProgress", "PhaseStarted", "PhaseEnded"}
@@ -37,14 +37,14 @@ class Curves:
         self._at_s: list[float] = []
         self._rows: list[Mapping[str, float]] = []
         self._measured: dict[str, Json] = {}
-        """The same labels → what is drawn of them."""
+        """The same labels → their drawn figures."""
         self._losses: dict[tuple[str, int], Fields] = {}
         self._imitation: dict[str, dict[int, Fields]] = {}
         self._phases: list[tuple[float, str]] = []
         self._lineage: dict[str, Fields] = {}
 
     def add(self, kind: str, fields: Fields) -> None:
-        """Fold in one event."""
+        """Add one event."""
         match kind:
             case "StepDone":
                 self._add_step(fields)
@@ -64,9 +64,9 @@ class Curves:
                 self._lineage[fields["phase"]] = fields
 
     def columns(self, since: int, names: Collection[str] = ()) -> Json:
-        """Steps after ``since``, a column for each metric that any of them has; measurements in whole.
+        """Steps after ``since``, with a column for each metric in any of them; other measurements are complete.
 
-        ``names`` are all columns that are asked for, if any are; a name that ends in a colon means all that begin so.
+        ``names`` restricts the columns if it is not empty; a name that ends with a colon selects all with that prefix.
         """
         first = bisect_right(self._steps, since)
         rows = self._rows[first:]
@@ -93,7 +93,7 @@ class Curves:
         }
 
     def _gain(self, newest: str) -> Json:
-        """The newest evaluation − the one before RL, per sampling mode; ``None`` where they cannot be paired."""
+        """The newest evaluation − the one before RL, per sampling mode; ``None`` if they cannot be paired."""
         before, after = self.evals.get("before"), self.evals[newest]
         if before is None or newest == "before" or before["clusters"] != after["clusters"]:
             return None
@@ -122,7 +122,7 @@ class RolloutCurves:
         self._versions: dict[int, list[float]] = {}
 
     def add(self, kind: str, fields: Fields) -> None:
-        """Count a rollout; one that a machine failed has no length that means anything."""
+        """Count a rollout; the length of one that did not end as graded is ignored."""
         if fields["purpose"] != TRAIN:
             return
         sums = self._versions.setdefault(fields.get("version", -1), [0.0] * len(self.SUMS))
@@ -136,14 +136,14 @@ class RolloutCurves:
         sums[4] += bool(fields.get("hacked"))
 
     def columns(self, since: int) -> Json:
-        """Versions from ``since`` on; the newest ones still grow."""
+        """Versions from ``since``; the sums of the newest ones still grow."""
         versions = sorted(version for version in self._versions if version >= max(0, since))
         names = {name: [self._versions[version][place] for version in versions] for place, name in enumerate(self.SUMS)}
         return {"version": list(versions), "columns": {name: list(values) for name, values in names.items()}}
 
 
 def measured(done: Fields) -> Json:
-    """One held-out evaluation, with intervals over templates; of rewards that are fractions their mean, too."""
+    """One held-out evaluation, with intervals over templates; and the mean of rewards if they are fractions."""
     ways: dict[str, Json] = {}
     for way in WAYS:
         rewards = done.get(f"{way}_rewards") or []
@@ -153,12 +153,12 @@ def measured(done: Fields) -> Json:
 
 
 def _has_fractions(done: Fields) -> bool:
-    """True where some reward was neither 0 nor 1, so that the mean reward is no pass rate."""
+    """True if some reward was neither 0 nor 1, so that the mean reward is not a pass rate."""
     return any(reward not in (None, 0, 1) for way in WAYS for reward in done.get(f"{way}_rewards") or [])
 
 
 def _difference(before: Fields, after: Fields, way: str) -> Json:
-    """The difference of pass rates, or of mean rewards that are fractions: paired, over the tasks that both tried."""
+    """The paired difference of pass rates, or of fractional mean rewards, over the tasks that both attempted."""
     what = "rewards" if _has_fractions(before) or _has_fractions(after) else "passed"
     values = zip(before.get(f"{way}_{what}") or [], after.get(f"{way}_{what}") or [], after["clusters"], strict=False)
     pairs = [(float(a), float(b), cluster) for a, b, cluster in values if a is not None and b is not None]

@@ -1,9 +1,9 @@
-"""New lines of a run's event files, of some kinds alone: what a page needs of a file of many megabytes, at once.
+"""Fast reader of new lines in a run's event files, restricted to some kinds of events.
 
-    events/*.jsonl ──▶ lines of the kinds that a fold takes ──▶ fields by name
+    events/*.jsonl ──▶ lines of the kinds that a fold needs ──▶ fields by name
 
-:class:`~etude.telemetry.log.EventReader` makes a noun of every event, 15 µs each; this finds the kind of a line in its
-bytes and parses no others. A line that is not whole yet is left for later, as there.
+:class:`~etude.telemetry.log.EventReader` makes an object of every event, 15 µs each; this finds the kind of a line in
+its bytes and parses only matching lines. Like there, an incomplete line is left for the next call.
 """
 
 import re
@@ -20,7 +20,7 @@ Fields: TypeAlias = dict[str, Any]
 
 
 class EventLines:
-    """Reads lines of some kinds once, and later the new ones."""
+    """Reads each line of the given kinds once; later calls return only new lines."""
 
     def __init__(self, folder: Path, kinds: Iterable[str]) -> None:
         self._folder = folder
@@ -30,7 +30,7 @@ class EventLines:
     def new(self) -> Iterator[tuple[str, Fields]]:
         """Kind and fields of events since the previous call, file by file, in the order of each.
 
-        Raises :class:`~etude.errors.DamagedError` for a line that is no JSON.
+        Raises :class:`~etude.errors.DamagedError` for a line that is not JSON.
         """
         for file in sorted(self._folder.glob("*.jsonl")):
             with file.open("rb") as stream:

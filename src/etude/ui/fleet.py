@@ -1,12 +1,12 @@
-"""The fleet of a run as a map of regions: their processes, the health of each, what they were given to do.
+"""The fleet of a run as a map of regions: their processes with health and load.
 
     fleet.toml, desired state ─┐                           ┌─ region: role, store, version, sessions, remark
     observed state by region ──┼─▶ regions with processes ─┤
     events: swaps, loads ──────┤                           └─ process: health, state, machine, version, load
     heartbeats of one machine ─┘
 
-One machine without a fleet is one region, whose processes are those that its supervisor started. Health is a word of
-four, with the reason beside it; what nobody has seen is ``unknown``, never well.
+A machine without a fleet is one region, with the processes that its supervisor started. Health is one of five words,
+with a reason; a process that was not observed is ``unknown``, never ``well``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,14 +24,14 @@ from etude.ui.runs import RunReader
 from etude.ui.weight_history import WeightHistory
 
 WELL, WAITS, ILL, GONE, UNKNOWN = "well", "waits", "ill", "gone", "unknown"
-"""It runs; waits for a machine, or is drained; its machine or heartbeat is silent; it ended; nobody looked."""
+"""Running; waiting for a machine, or drained; silent machine or heartbeat; ended; not observed."""
 SILENT_S = 20.0
-"""A heartbeat of a running process, which is one a second, is this old only where something holds it up."""
+"""Age from which a running process's heartbeat, which is written every second, counts as late."""
 Facts: TypeAlias = dict[str, Json]
 
 
 def fleet(run: RunReader, history: WeightHistory, now_s: float) -> Json:
-    """The map. ``now_s`` is Unix time."""
+    """The map at Unix time ``now_s``."""
     config = fleet_of(run.folder)
     return _one_machine(run, history, now_s) if config is None else _regions(run, config, history, now_s)
 
@@ -106,7 +106,7 @@ def _regions(run: RunReader, config: FleetConfig, history: WeightHistory, now_s:
 
 
 def _desired(run: RunReader) -> tuple[Desired | None, int, str]:
-    """The desired state, its generation, and the reason for which it is not known."""
+    """The desired state, its generation, and the reason if it is unknown."""
     try:
         home = fleet_objects(run.folder)
         generation = home.generation()
@@ -151,7 +151,7 @@ def _health(status: ProcessStatus | None, seen: RegionStatus, *, is_drained: boo
 
 
 def _served(region: str, history: WeightHistory, now_s: float) -> Facts:
-    """The version that a region serves, its lag, and what rollouts gave it to do."""
+    """The version that a region serves, its lag, and the number of its sessions."""
     engines = [engine for engine in history.engines.values() if engine.region == region and engine.version >= 0]
     version, newest = min((engine.version for engine in engines), default=None), history.newest
     lags = history.lags_s.get(region, {})
@@ -179,7 +179,7 @@ def _load(name: str, history: WeightHistory) -> Facts:
 
 
 def _sandboxes(run: RunReader, hosts: int) -> Facts:
-    """The kind of sandboxes, and the machines of a region that lend them."""
+    """The kind of sandboxes, and a region's number of sandbox hosts."""
     return {"sandboxes": str(run.config.sandboxes.kind), "sandbox_hosts": hosts}
 
 

@@ -1,9 +1,9 @@
-"""Held-out tries of a run, evaluation by evaluation, with their rollouts: what two versions are compared by.
+"""Held-out attempts of a run, by evaluation, with their rollouts: the input for comparing two versions.
 
-    EvalDone ──▶ who passed      ledger ──▶ tasks, ids of rollouts      evaluations/*.db ──▶ tries of `etude eval`
+    EvalDone ──▶ passes      ledger ──▶ tasks, ids of rollouts      evaluations/*.db ──▶ attempts of `etude eval`
 
-Owns reading them; the comparison is :mod:`etude.ui.compare_view`'s. Of a run whose ledger is away, tasks go by their
-place among the held-out ones.
+Owns reading them; the comparison is :mod:`etude.ui.compare_view`'s. If a run's ledger is unavailable, tasks are named
+by their position among the held-out ones.
 """
 
 import re
@@ -17,7 +17,7 @@ from etude.dashboard.evaluation import Try
 from etude.errors import EtudeError
 from etude.ledger.archive import Archive, RolloutMatch, RolloutOutcome, Search
 from etude.run.evaluate import EVALUATIONS, tries
-from etude.run.payload_store import open_archive
+from etude.run.stores import open_archive
 from etude.types import Json, Task
 from etude.ui.curves import Curves
 from etude.ui.event_lines import Fields
@@ -25,24 +25,24 @@ from etude.ui.runs import RunReader
 
 Way: TypeAlias = Literal["sampled", "greedy"]
 MOST_TRIES = 100_000
-"""Tries of one evaluation: more than any has."""
+"""Limit of attempts of one evaluation, more than any has."""
 LEDGER_OF_TRIES = re.compile(r"v(\d{6})-[0-9a-f]+(-.+)?")
-"""Name of a file of `etude eval`: the version, its digest, a suite of tasks."""
+"""File name of a result of `etude eval`: the version, its digest, a suite of tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutTry:
-    """One try of a held-out task."""
+    """One attempt at a held-out task."""
 
     reward: float
     passed: bool
     rollout: RolloutMatch | None = None
-    """The rollout to look at; ``None`` for tries that are not in the run's ledger."""
+    """The rollout to show; ``None`` if the run's ledger does not have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedTask:
-    """A held-out task with its tries by one version."""
+    """A held-out task with its attempts by one version."""
 
     task_id: str
     template: str
@@ -51,12 +51,12 @@ class TriedTask:
 
     @property
     def cluster(self) -> str:
-        """Name of the tasks that are alike."""
+        """Name of the cluster of similar tasks."""
         return self.template or self.task_id
 
 
 def evaluations(run: RunReader) -> list[Json]:
-    """Every evaluation of a run: those on its way, then those of `etude eval`."""
+    """All evaluations of a run: those during the run, then those of `etude eval`."""
     with run.folded(Curves) as folded:
         done = sorted(folded.evals.values(), key=lambda each: int(each["version"]))
         own: list[Json] = [
@@ -68,7 +68,7 @@ def evaluations(run: RunReader) -> list[Json]:
 
 
 def heldout_tries(run: RunReader, label: str, way: Way) -> list[TriedTask]:
-    """The tasks of an evaluation with their tries, in order; empty where there is no such evaluation."""
+    """The tasks of an evaluation with their attempts, in order; empty if there is no such evaluation."""
     file = run.folder.path / EVALUATIONS / f"{label}.db"
     if LEDGER_OF_TRIES.fullmatch(label) and file.is_file():
         return _of_evaluation(file, way, run.config.eval.pass_at)
@@ -96,7 +96,7 @@ def _of_run(run: RunReader, done: Fields, way: Way) -> list[TriedTask]:
 
 
 def _recorded(run: RunReader, done: Fields, way: Way) -> tuple[Sequence[Task | None], Mapping[int, RolloutMatch]]:
-    """The tasks of an evaluation, and its graded rollouts by task, as far as there is a ledger."""
+    """The tasks of an evaluation, and its graded rollouts by task; empty without a ledger."""
     try:
         with open_archive(run.folder) as archive:
             purposes = (f"{done['label']}-{done['version']}-{way}", f"{done['label']}-{way}")

@@ -1,6 +1,6 @@
 """The tab *Live*: users' sessions with feedback and reward, releases with their evidence, rollback.
 
-    GET /live                         counts, formula, newest sessions, suspects, releases, the test as it goes
+    GET /live                         counts, formula, newest sessions, suspects, releases, the running test of two arms
     GET /live/sessions/{session}      one session: each part of its reward, as answered or estimated
     POST /live/rollback               {"version": 12, "by": "jane"} with the run's release key in X-Etude-Key
 
@@ -8,7 +8,6 @@ Read-only except for a person's rollback request, which the process ``release`` 
 rollback`. The key is compared and not stored.
 """
 
-import hmac
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -18,14 +17,15 @@ from etude.clock import unix_s
 from etude.config.feedback import SignalPart
 from etude.errors import RunFolderError, UserError
 from etude.feedback.archive import SessionArchive, SessionRecord
+from etude.key_comparison import same_key
 from etude.ledger.archive import Archive
 from etude.ledger.changes import LIVE
 from etude.releases.states import former_release, live_release, pending_release, release_to_take_back
 from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind, finite
 from etude.routing_table import RoutingTable
 from etude.run.keys import KeyRole
-from etude.run.payload_store import open_archive, open_releases, open_sessions
 from etude.run.routing_tables import RoutingTables
+from etude.run.stores import open_archive, open_releases, open_sessions
 from etude.types import Json, ObservedSession, Rollout
 from etude.ui.arm_test import arm_test
 from etude.ui.routes import Forbidden, NotFound, Routes, RunQuery
@@ -40,7 +40,7 @@ SUSPECTED = "quarantined: user."
 
 
 def live(query: RunQuery) -> Json:
-    """All of the tab but single sessions."""
+    """The whole tab except the details of single sessions."""
     limit, offset = query.number("limit", 50), query.number("offset", 0)
     if not 1 <= limit <= MOST_ROWS or offset < 0:
         raise UserError(f"limit={limit}, offset={offset}: expected 1 to {MOST_ROWS}, and 0 or more")
@@ -85,16 +85,15 @@ def session(query: RunQuery) -> Json:
 
 
 def rollback(query: RunQuery) -> Json:
-    """Request a rollback of the given version, which must be the next to be taken back. Raises
-    :class:`~etude.ui.routes.Forbidden` without the key, and :class:`~etude.errors.UserError` if there is nothing to
-    roll back to, or another version is next.
+    """Request a rollback of the given version, which must be the one that a rollback would take back now.
+
+    Raises :class:`~etude.ui.routes.Forbidden` without the run's release key, and :class:`~etude.errors.UserError` for
+    an invalid body, for another version, or if there is no version to take back or none to return to.
     """
     run, fix = query.run, f"`etude keys derive {query.run.folder.name} release` prints it"
     if not query.key:
         raise Forbidden(f"a rollback needs the release key of this run: {fix}")
-    if not hmac.compare_digest(
-        query.key.strip().encode(errors="surrogateescape"), run.folder.key(KeyRole.RELEASE).encode()
-    ):
+    if not same_key(query.key.strip(), run.folder.key(KeyRole.RELEASE)):
         raise Forbidden(f"that is not the release key of this run: {fix}")
     version, by = _request(query.body)
     with closing(open_releases(run.folder)) as store:
@@ -178,7 +177,7 @@ def _row(record: SessionRecord, observed: ObservedSession | None) -> dict[str, J
 
 
 def _answered(observed: ObservedSession) -> float | None:
-    """Share of what the formula asks that was answered."""
+    """Share of the reward formula's signals that users answered; ``None`` if it expects none."""
     answers = [value for values in observed.answers.values() for value in values]
     return sum(value is not None for value in answers) / len(answers) if answers else None
 
@@ -196,7 +195,7 @@ def _part(part: SignalPart) -> Json:
 
 
 def _worth(part: SignalPart, observed: ObservedSession | None, rollout: Rollout | None) -> Json:
-    """One part of a session's reward: what was answered, what it was taken for, what it came to."""
+    """One part of a session's reward: the answers, the value assumed for missing ones, and the resulting value."""
     answers = [] if observed is None else [*observed.answers.get(part.name, ())]
     value = None if rollout is None else rollout.reward_parts.get(part.name)
     silent = sum(answer is None for answer in answers)
@@ -210,7 +209,7 @@ def _worth(part: SignalPart, observed: ObservedSession | None, rollout: Rollout 
 
 
 def _rollout(archive: Archive, session_id: str) -> Rollout | None:
-    """The rollout that a session became; ``None`` for one that was stale, or has not been taken."""
+    """The rollout made of a session; ``None`` if the session was stale, or is not in a batch yet."""
     try:
         return archive.rollout(session_id)[1]
     except UserError:

@@ -1,9 +1,9 @@
-"""The live page as a process: a server on a socket, and the child of `etude run` that serves it beside a run.
+"""The live page as a process: a server on a socket, and the child process of `etude run` that serves it during a run.
 
     etude run ──listening socket──▶ etude ui RUN --fd N, at the lowest priority
 
-It is not one of the run's processes: nothing waits for it or restarts it. The parent opens its socket, so that the URL
-is known, and works, before the child has started.
+It is not one of the run's processes: none of them waits for it or restarts it. The parent opens its socket, so that the
+URL is known, and works, before the child has started.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from etude.ui.runs import RunList
 from etude.ui.server import STREAMS, ui_app
 
 TOKEN_VARIABLE = "ETUDE_UI_TOKEN"
-"""Environment variable with the token; without it a token is drawn at random."""
+"""Environment variable with the token; without it the token is random."""
 SHUTDOWN_S = 0.5
 """Longest wait for open streams when the page is stopped."""
 STOP_S = 5.0
 """Longest wait for the page's process to stop with its run."""
 LOWEST_PRIORITY = 19
-"""Niceness of a page beside a run: it computes when nothing else does."""
+"""Niceness of a run's page: it computes only if no other process does."""
 
 
 def new_token() -> str:
@@ -43,7 +43,7 @@ def new_token() -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises :class:`~etude.errors.PortInUseError` naming the options to change."""
+    """Open a listening socket. Raises :class:`~etude.errors.PortInUseError` naming the options to change."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -53,13 +53,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def page_url(listener: socket.socket, token: str) -> str:
-    """The URL to open, with the token behind ``#``, which browsers do not send anywhere."""
+    """The URL to open, with the token after ``#``, since browsers do not send that part."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/#token={token}"
 
 
 async def serve_page(runs: RunList, listener: socket.socket, token: str) -> None:
-    """Serve the page until this is cancelled."""
+    """Serve the page until it is cancelled."""
     app = ui_app(runs, token)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
@@ -101,7 +101,7 @@ def page_beside(folder: RunFolder, out: TextIO) -> Iterator[str]:
 
 
 def be_child() -> None:
-    """Run at the lowest priority, end with the parent, and leave Ctrl-C to it."""
+    """Run at the lowest priority, end with the parent, and ignore Ctrl-C, which the parent handles."""
     os.nice(LOWEST_PRIORITY)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()

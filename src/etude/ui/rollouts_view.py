@@ -1,11 +1,11 @@
-"""The tab *Rollouts*: a table of them, one of them turn by turn, its tokens, its group, and files to take away.
+"""The tab *Rollouts*: a table of rollouts, one rollout turn by turn, its tokens, its group, and downloads.
 
     ledger ──Search──▶ rows of the table
-    ledger, payloads, model ──RolloutReader──▶ a rollout in words ──▶ JSON, tokens in columns, exports
+    ledger, payloads, model ──RolloutReader──▶ a rollout as text ──▶ JSON, tokens in columns, exports
 
-Owns what is asked for and the shape of the answers. Rollouts are found by :mod:`etude.ledger.archive` and read by
-:mod:`etude.run.rollout_reader`, as for `etude show`. Each query opens the ledger to read only; what is learnt from
-records and the model's tokenizer is kept between queries.
+Owns the queries and the form of the responses. As for `etude show`, :mod:`etude.ledger.archive` finds rollouts and
+:mod:`etude.run.rollout_reader` reads them. Each query opens the ledger read-only; the index of its records and the
+model's tokenizer are cached between queries.
 """
 
 import threading
@@ -23,29 +23,29 @@ from etude.ledger.archive import Archive, Order, RolloutMatch, RolloutOutcome, S
 from etude.ledger.changes import TRAIN
 from etude.ledger.record_index import RecordIndex
 from etude.run.folder import RunFolder
-from etude.run.payload_store import open_archive
 from etude.run.rollout_reader import RolloutReader, RunWords
+from etude.run.stores import open_archive
 from etude.types import Json
 from etude.ui.routes import Download, NotFound, Routes, RunQuery
 
 DEFAULT_ROWS, MOST_ROWS = 100, 1_000
-"""Rows of one answer."""
+"""Default and maximum number of rows of one response."""
 MOST_REASONS = 30
-"""Different reasons that are offered as filters: the most frequent ones."""
+"""Maximum number of reasons that are offered as filters: the most frequent ones."""
 REASON_CHARACTERS = 200
-"""Length to which a reason is cut in a row; that of a failure may be a whole log."""
+"""Maximum length of a reason in a row; that of a failure may be a whole log."""
 MOST_ROUTES = 400_000
-"""Experts of an answer: where all tokens have more together, they are left out unless one turn is asked for."""
+"""Maximum number of routed experts in a response; if there are more, they are omitted unless one turn is requested."""
 Choice = TypeVar("Choice", RolloutOutcome, Order)
 SCORING = threading.Lock()
-"""Held while the trainer's model scores a rollout: one at a time, however many pages ask."""
+"""Lock for scoring a rollout with the trainer's model: one at a time, for any number of pages."""
 RUNS = 16
-"""Runs of which indexes and tokenizers are kept."""
+"""Number of runs whose indexes and tokenizers are cached."""
 
 
 def table(query: RunQuery) -> Json:
-    """A piece of the table: ``total`` rollouts match, ``rows`` are those from ``offset`` on; with ``count=0`` nobody
-    counts, and ``total`` is null.
+    """A page of the table: ``total`` is the number of matches, ``rows`` are those from ``offset``; with ``count=0`` the
+    matches are not counted, and ``total`` is null.
     """
     search = _search(query)
     with _archive(query) as archive:
@@ -60,7 +60,7 @@ def table(query: RunQuery) -> Json:
 
 
 def census(query: RunQuery) -> Json:
-    """Values to filter by: purposes with counts and versions, and why the rollouts of one ended."""
+    """Values to filter by: purposes with counts and versions, and the finish reasons of one purpose's rollouts."""
     purpose = query.options.get("purpose", TRAIN)
     with _archive(query) as archive:
         purposes, reasons = archive.census(), archive.reasons(purpose, MOST_REASONS)
@@ -71,7 +71,7 @@ def census(query: RunQuery) -> Json:
 
 
 def rollout(query: RunQuery) -> Json:
-    """One rollout with its turns in words."""
+    """One rollout with its turns as text."""
     with _reader(query) as reader:
         return to_json(_named(reader, query))
 
@@ -98,7 +98,7 @@ def tokens(query: RunQuery) -> Json:
 
 
 def group(query: RunQuery) -> Json:
-    """The rollouts of a group, every attempt, in order of slots."""
+    """The rollouts of a group, with all attempts, in order of slots."""
     purpose, number = query.names["purpose"], query.names["number"]
     if not number.isdecimal():
         raise NotFound(f"group {number!r}: expected a number")
@@ -127,7 +127,7 @@ def export(query: RunQuery) -> Download:
 
 
 def export_all(query: RunQuery) -> Download:
-    """All rollouts that match, as they are shown, one a line and without tokens."""
+    """All matching rollouts as shown, one per line, without tokens."""
     return Download(name="rollouts.jsonl", media_type="application/jsonl", chunks=_lines(query))
 
 
@@ -148,7 +148,7 @@ def _line(read: ReadRollout) -> bytes:
 
 
 def _search(query: RunQuery, offset: int | None = None, limit: int | None = None) -> Search:
-    """The search that a query's options ask for. Raises :class:`~etude.errors.UserError` naming one that is wrong."""
+    """The search for a query's options. Raises :class:`~etude.errors.UserError` naming an invalid one."""
     options = query.options
     rows = query.number("limit", DEFAULT_ROWS) if limit is None else limit
     start = query.number("offset", 0) if offset is None else offset
@@ -188,7 +188,7 @@ def _row(match: RolloutMatch, template: str) -> dict[str, Json]:
 
 
 def _columns(tokens: Sequence[ReadToken], *, with_routes: bool) -> dict[str, Json]:
-    """Tokens as columns, each with a value per token; a column in which nothing is known is null."""
+    """Tokens as columns, each with one value per token; a column without any value is null."""
     names = ("token_id", "text", "logprob", "version", "mismatch", "kept", "advantage", "has_loss")
     columns: dict[str, Json] = {}
     for name in (*names, *(["routes"] if with_routes else [])):
@@ -199,13 +199,13 @@ def _columns(tokens: Sequence[ReadToken], *, with_routes: bool) -> dict[str, Jso
 
 @lru_cache(maxsize=RUNS)
 def _index(folder: RunFolder) -> RecordIndex:
-    """Index of a run's records, which its searches share."""
+    """Index of a run's records, shared by all its searches."""
     return RecordIndex()
 
 
 @lru_cache(maxsize=RUNS)
 def _words(folder: RunFolder, changed_ns: int) -> RunWords:
-    """A run's chat format and recipe, which another ``run.toml`` replaces."""
+    """A run's chat format and recipe; a changed ``run.toml`` gives a new cache entry."""
     return RunWords(folder)
 
 
@@ -225,7 +225,7 @@ def _reader(query: RunQuery, *, tokens: bool = False, mismatches: bool = False) 
 
 
 def _named(reader: RolloutReader, query: RunQuery) -> ReadRollout:
-    """The rollout that a path names. Raises :class:`~etude.ui.routes.NotFound`."""
+    """The rollout in the query's path. Raises :class:`~etude.ui.routes.NotFound`."""
     try:
         return reader.rollout(query.names["rollout"])
     except UserError as error:

@@ -1,9 +1,9 @@
-"""Tables of routes: a view answers a query about one run, in a thread, and knows nothing of HTTP.
+"""Tables of routes: a view answers a query about one run, in a thread, and does not know HTTP.
 
     "GET /curves": curves  ──▶  /api/runs/{run}/curves?since=7  ──▶  curves(RunQuery)  ──▶  JSON, or a file
 
 Each view module has such a table, ``ROUTES``; :mod:`etude.ui.server` mounts them all. A view raises
-:class:`~etude.errors.UserError` for a query that makes no sense and :class:`NotFound` for what is not there.
+:class:`~etude.errors.UserError` for an invalid query and :class:`NotFound` for a missing object.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,11 +16,11 @@ from etude.ui.runs import RunReader
 
 
 class NotFound(UserError):
-    """A query names something that is not there."""
+    """A query names an object that does not exist."""
 
 
 class Forbidden(UserError):
-    """A call that changes something came without the key for it."""
+    """A request for a change lacks the required key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +29,16 @@ class RunQuery:
 
     run: RunReader
     names: Mapping[str, str] = field(default_factory=dict)
-    """The parts of the path that stand in braces: ``/rollouts/{rollout}``."""
+    """The path's parameters: ``/rollouts/{rollout}``."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Pairs behind the question mark; of a name that is given twice the last one."""
+    """Query parameters; for a repeated name the last value."""
     body: Json = None
     """JSON of a ``POST``."""
     key: str = ""
-    """``X-Etude-Key`` of a ``POST``, for what the page's token does not open."""
+    """``X-Etude-Key`` of a ``POST``, for actions that the page's token does not permit."""
 
     def number(self, name: str, default: int) -> int:
-        """A whole number among the options. Raises :class:`~etude.errors.UserError`."""
+        """An integer option. Raises :class:`~etude.errors.UserError`."""
         text = self.options.get(name, "")
         if not text:
             return default
@@ -55,7 +55,7 @@ class Download:
     name: str
     media_type: str
     chunks: Iterable[bytes]
-    """Made one after another, in threads."""
+    """Produced one after another, in threads."""
 
 
 Answer: TypeAlias = "Json | Download"

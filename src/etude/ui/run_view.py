@@ -1,4 +1,4 @@
-"""The tab *Run*: figures of now, and curves over steps."""
+"""The tab *Run*: current figures, and curves over steps."""
 
 from dataclasses import asdict
 from typing import cast
@@ -15,19 +15,19 @@ from etude.ui.routes import Routes, RunQuery
 from etude.ui.runs import RunReader
 
 CURVES = ("midtrain_curve", "sft_curve", "heldout_curve")
-"""Parts of a report that the page has from its curves."""
+"""Sections of a report that the page gets from its curves instead."""
 
 
 def report(query: RunQuery) -> Json:
-    """The figures of ``report.json`` as they are now, without what is drawn over steps; its table as the report page
-    has it; warnings that hold, and what judges have cost. Of the newest phase; of a long run some minutes old.
+    """The current figures of ``report.json`` without its curves, the report page's table, current warnings, and the
+    judges' spending. They are of the newest phase, and some minutes old for a long run.
     """
     return query.run.figures(f"report {query.options.get('phase', '')}", lambda: _report(query))
 
 
 def curves(query: RunQuery) -> Json:
-    """Columns over steps after ``since``, all or those of ``names``; the whole again for who has an older
-    ``revision``.
+    """Columns over steps after ``since``, all or those of ``names``; complete columns if the client's ``revision`` is
+    old.
     """
     with query.run.folded(Curves) as folded:
         since = query.number("since", -1) if query.number("revision", -1) == folded.revision else -1
@@ -35,13 +35,13 @@ def curves(query: RunQuery) -> Json:
 
 
 def read_ahead(run: RunReader) -> None:
-    """Read what :func:`curves` will be asked for."""
+    """Read the data for :func:`curves` in advance."""
     with run.folded(Curves):
         pass
 
 
 def rollout_curves(query: RunQuery) -> Json:
-    """Sums over training rollouts by weight version, from ``since`` on."""
+    """Sums over training rollouts by weight version, from ``since``."""
     with query.run.folded(RolloutCurves) as folded:
         return folded.columns(query.number("since", 0))
 
@@ -63,7 +63,7 @@ def _report(query: RunQuery) -> Json:
 
 
 def _judges(query: RunQuery) -> Json:
-    """Money and calls of the judges of all processes; ``None`` where there are none."""
+    """Calls and tokens of the judges of all processes; ``None`` if there are none."""
     spent = SpendFile(query.run.folder.path, worker_id=-1).others()
     return None if spent == Spend() else asdict(spent)
 

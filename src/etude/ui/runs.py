@@ -2,8 +2,8 @@
 
     folders, folders of folders ──▶ RunList ──▶ RunReader ──▶ folds of events, the ledger, the weight log
 
-Owns discovery and the folding of events; writes nothing. A reader is called in threads, several at a time; each fold
-reads what was written since it was last asked for.
+Owns discovery and the folding of events; writes nothing. A reader is called in several threads concurrently; each fold
+reads the events since its last use.
 """
 
 import contextlib
@@ -31,33 +31,32 @@ from etude.types import Json
 from etude.ui.event_lines import EventLines, Fields
 
 ALIVE_S = 15.0
-"""A run whose supervisor wrote nothing for this long is not running: it logs the memory in use every two seconds."""
+"""Silence of a supervisor after which its run counts as ended: it logs the memory in use every two seconds."""
 FIGURES_SHARE = 0.003
-"""Share of a core for figures that are made anew while somebody looks: those of 10,000 steps every two minutes.
-"""
+"""Share of a core for recomputing figures while a page is open: those of 10,000 steps every two minutes."""
 FETCH_S = 5.0
-"""Interval at which events are fetched from the URL of a run that somebody looks at."""
+"""Interval at which events are fetched from the URL of a run whose page is open."""
 LONGEST_LINE = 1 << 16
-"""Bytes before what is new in which a line may begin that was not whole when the file was searched."""
+"""Maximum length of a line, in bytes: a search restarts that far back, for a line that was incomplete before."""
 MOST_RUNS = 500
-"""Runs of a folder that are listed: the newest."""
+"""Maximum number of listed runs of a folder: the newest."""
 
 
 class Fold(Protocol):
-    """Something that is made of a run's events, one after another."""
+    """State that is computed from a run's events, one after another."""
 
     def add(self, logged: Logged) -> None:
-        """Fold in one event."""
+        """Add one event."""
 
 
 class LineFold(Protocol):
-    """Something that is made of the fields of some kinds of events: fast enough for a hundred thousand."""
+    """State that is computed from the fields of some kinds of events: fast enough for a hundred thousand."""
 
     KINDS: ClassVar[frozenset[str]]
-    """Kinds of events that it takes; others are not even parsed."""
+    """Kinds of events that it needs; others are not even parsed."""
 
     def add(self, kind: str, fields: Fields) -> None:
-        """Fold in one event; those of one process come in their order."""
+        """Add one event; those of one process are in order."""
 
 
 F = TypeVar("F", bound=Fold)
@@ -65,7 +64,7 @@ L = TypeVar("L", bound=LineFold)
 
 
 class RunReader:
-    """Reads one run: its recipe, what its events come to, and when there are new ones."""
+    """Reads one run: its recipe, state computed from its events, and whether there are new ones."""
 
     def __init__(self, folder: RunFolder, run_id: str) -> None:
         self.folder = folder
@@ -76,23 +75,23 @@ class RunReader:
         self._line_folds: dict[type[LineFold], tuple[EventLines, LineFold]] = {}
         self._line_lock = threading.Lock()
         self._newest: dict[tuple[Path, str], tuple[int, dict[str, Json]]] = {}
-        """File and kind of event → how far the file was searched, and the newest one."""
+        """File and kind of event → the searched size of the file, and the newest event."""
         self._figures: dict[str, tuple[float, Json]] = {}
-        """Name → when it may be made anew, and as it is."""
+        """Name → the time from which it may be recomputed, and the current value."""
         self._figures_lock = threading.Lock()
         self._fetched_s = -math.inf
         self._config: tuple[int, RunConfig] | None = None
 
     @property
     def config(self) -> RunConfig:
-        """The recipe of now: a run that goes on may have other limits."""
+        """The current recipe: a resumed run may have other limits."""
         changed_ns = self.folder.config_file.stat().st_mtime_ns
         if self._config is None or self._config[0] != changed_ns:
             self._config = changed_ns, self.folder.config()
         return self._config[1]
 
     def fold(self, make: Callable[[], F]) -> F:
-        """Fold all events so far with ``make``, a class; its fold is kept, and brought up to date by the next call."""
+        """Fold all events so far with ``make``, a class; the fold is cached, and updated by the next call."""
         with self._lock:
             reader, fold = self._folds.setdefault(make, (EventReader(self.folder.events), make()))
             for logged in reader.new():
@@ -101,7 +100,7 @@ class RunReader:
 
     @contextmanager
     def folded(self, make: type[L]) -> Iterator[L]:
-        """A fold of some kinds of events, brought up to date, which stays as it is while the context is open."""
+        """An updated fold of some kinds of events; it does not change while the context is open."""
         with self._line_lock:
             if make not in self._line_folds:
                 self._line_folds[make] = EventLines(self.folder.events, make.KINDS), make()
@@ -111,7 +110,7 @@ class RunReader:
             yield fold  # type: ignore[misc]  # the fold of this very class
 
     def figures(self, name: str, make: Callable[[], Json]) -> Json:
-        """Expensive figures, recomputed only so often that they take :data:`FIGURES_SHARE` of a core."""
+        """Expensive figures, recomputed so rarely that they take at most :data:`FIGURES_SHARE` of a core."""
         with self._figures_lock:
             due_s, figures = self._figures.get(name, (-math.inf, None))
             now_s = time.monotonic()
@@ -128,8 +127,8 @@ class RunReader:
         return self.fold(RunMetrics)
 
     def stamp(self) -> tuple[int, ...]:
-        """Sizes of the files that grow with the run: as long as they are the same there is nothing new. Of a run at a
-        URL what is new is fetched, now and then.
+        """Sizes of the files that grow with the run: if they are unchanged, there is nothing new. For a run at a URL,
+        new events are fetched at intervals.
         """
         if (url := self.folder.url) and time.monotonic() - self._fetched_s > FETCH_S:
             self._fetched_s = time.monotonic()
@@ -158,12 +157,12 @@ class RunReader:
         }
 
     def _last(self, kind: str, *patterns: str) -> dict[str, Json]:
-        """The fields of the newest event of a kind, but for those that change with every step; empty: there is none."""
+        """The fields of the newest event of a kind, for kinds that are not written at every step; empty if none."""
         newest = [self._last_in(file, kind) for pattern in patterns for file in self.folder.events.glob(pattern)]
         return max(newest, key=lambda fields: float(str(fields.get("at_s", 0))), default={})
 
     def _last_in(self, file: Path, kind: str) -> dict[str, Json]:
-        """The same in one file, of which only what is new since the last call is searched."""
+        """The newest event of a kind in one file, of which only the part since the last call is searched."""
         searched, fields = self._newest.get((file, kind), (0, {}))
         size = file.stat().st_size
         if size > searched:
@@ -177,7 +176,7 @@ class RunReader:
 
 
 class RunList:
-    """The runs below some places: run folders, or folders of such."""
+    """The runs below some paths: run folders, or folders of them."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = places
@@ -185,7 +184,7 @@ class RunList:
         self._lock = threading.Lock()
 
     def all(self) -> list[RunReader]:
-        """Every run that is there now, the newest first."""
+        """All existing runs, the newest first."""
         with self._lock:
             newest = sorted(dict.fromkeys(self._folders()), key=_changed_s, reverse=True)[:MOST_RUNS]
             for path in reversed(newest):
@@ -194,11 +193,11 @@ class RunList:
             return [self._readers[path] for path in newest]
 
     def get(self, run_id: str) -> RunReader | None:
-        """The run of an id; ``None`` where there is none."""
+        """The run with an id; ``None`` if there is none."""
         return next((reader for reader in self.all() if reader.run_id == run_id), None)
 
     def overviews(self) -> list[Json]:
-        """A line for each run; one whose recipe cannot be read says why."""
+        """A row for each run; if its recipe cannot be read, the row has the reason."""
         return [overview_or_error(reader) for reader in self.all()]
 
     def _folders(self) -> Iterator[Path]:
@@ -214,14 +213,14 @@ class RunList:
 
 
 def check_places(places: Sequence[Path]) -> None:
-    """Raise :class:`~etude.errors.RunFolderError` for a place that can hold no run."""
+    """Raise :class:`~etude.errors.RunFolderError` for a path that is not a folder."""
     for place in places:
         if not place.is_dir():
             raise RunFolderError(f"{place} is not a folder: name a run folder, or a folder with run folders in it")
 
 
 def overview_or_error(reader: RunReader) -> dict[str, Json]:
-    """Line of a run in a list; of one whose recipe cannot be read the reason."""
+    """The row of a run in a list, or the reason if its recipe cannot be read."""
     try:
         return reader.overview()
     except (EtudeError, OSError) as error:
@@ -234,7 +233,7 @@ def _changed_s(path: Path) -> float:
 
 
 def _last_line(file: Path, text: bytes, start: int) -> bytes:
-    """The last whole line behind ``start`` with ``text`` in it, found from the end."""
+    """The last complete line after ``start`` that contains ``text``, searched from the end."""
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         end = data.rfind(b"\n") + 1
         place = data.rfind(text, start, end)

@@ -1,15 +1,14 @@
-"""HTTP server of the live page: its files, a JSON API over runs, and a stream that says when there is more.
+"""HTTP server of the live page: its files, a JSON API over runs, and a stream that announces new data.
 
     browser ──GET /, /app.js, /app.css──▶ files                               open to anyone who reaches the port
             ──GET /api/…  Authorization: Bearer TOKEN──▶ view in a thread ──▶ JSON
-            ──GET /api/runs/{run}/stream──▶ server-sent events, one a second at most, on change alone
+            ──GET /api/runs/{run}/stream──▶ server-sent events, at most one per second, only for changes
 
-Owns paths, headers and status codes; what is said is the views'. With nobody connected it does nothing.
+Owns paths, headers and status codes; the views own the content. It is idle while no browser is connected.
 """
 
 import asyncio
 import contextlib
-import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from etude.errors import EtudeError, UserError
+from etude.key_comparison import same_key
 from etude.types import Json
 from etude.ui import compare_view, live_view, rollouts_view, run_view, timeline_view, weights_view
 from etude.ui.routes import Download, Forbidden, NotFound, Routes, RunQuery, View
@@ -28,7 +28,7 @@ from etude.ui.runs import RunList, RunReader, overview_or_error
 STATIC = Path(__file__).with_name("static")
 PAGE = STATIC / "index.html"
 FILES = {"/app.js": STATIC / "app.js", "/app.css": STATIC / "app.css"}
-"""The page and what it fetches, as `make ui` builds them."""
+"""The page and its assets, as `make ui` builds them."""
 VIEWS: tuple[Routes, ...] = (
     run_view.ROUTES,
     rollouts_view.ROUTES,
@@ -40,9 +40,9 @@ VIEWS: tuple[Routes, ...] = (
 """Routes below ``/api/runs/{run}``."""
 TICK_S = 1.0
 KEEPALIVE_TICKS = 15
-"""Ticks without news, after which a comment is sent: proxies close what is silent."""
+"""Number of ticks without news after which a comment is sent, since proxies close idle connections."""
 FAREWELL_S = 1.5
-"""Time for browsers to ask for what came last."""
+"""Time for browsers to fetch the last data."""
 SECURITY = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -60,7 +60,7 @@ Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Streams:
-    """The streams that browsers have open: each tells of a run, at most once a ``tick_s``, whenever there is more."""
+    """The open streams of browsers: each announces new data of a run, at most once per ``tick_s``."""
 
     def __init__(self, tick_s: float) -> None:
         self._tick_s = tick_s
@@ -68,7 +68,7 @@ class Streams:
         self._open = 0
 
     async def tell(self, run: RunReader, response: web.StreamResponse) -> None:
-        """Tell a browser of changes until it goes, or all streams are closed."""
+        """Announce changes to a browser until it disconnects, or all streams are closed."""
         self._open += 1
         try:
             with contextlib.suppress(ConnectionResetError):
@@ -77,7 +77,7 @@ class Streams:
             self._open -= 1
 
     async def close(self) -> None:
-        """Let streams tell what came last, and that nothing more will; leave time to ask for it."""
+        """Let streams announce the last data and their end, and leave time to fetch it."""
         self._closing.set()
         if self._open:
             await asyncio.sleep(FAREWELL_S)
@@ -100,12 +100,12 @@ class Streams:
 
 
 STREAMS = web.AppKey("streams", Streams)
-"""The streams of an application; who is about to stop it closes them first."""
+"""The streams of an application; close them before stopping it."""
 
 
 def ui_app(runs: RunList, token: str, *, tick_s: float = TICK_S) -> web.Application:
-    """The application; ``token`` opens its API. ``tick_s`` is the interval at which files are looked at while somebody
-    has a page open.
+    """The application; ``token`` is required for its API. ``tick_s`` is the interval at which files are checked while a
+    page is open.
     """
     streams = Streams(tick_s)
     server = _Server(runs, streams)
@@ -128,20 +128,20 @@ def ui_app(runs: RunList, token: str, *, tick_s: float = TICK_S) -> web.Applicat
 
 
 class _Server:
-    """The handlers."""
+    """The request handlers."""
 
     def __init__(self, runs: RunList, streams: Streams) -> None:
         self._runs = runs
         self._streams = streams
         self._ahead: asyncio.Future[None] | None = None
-        """The reading that the newest visitor began; kept, since a loop holds tasks weakly."""
+        """The read that the newest visitor started; referenced here because an event loop holds tasks weakly."""
 
     async def begin(self, app: web.Application) -> None:
-        """Begin to read the newest run, which a visitor will ask for first."""
+        """Start reading the newest run, which a visitor will request first."""
         self._ahead = asyncio.ensure_future(asyncio.to_thread(self._read_newest))
 
     async def page(self, request: web.Request) -> web.StreamResponse:
-        """Send the page; what is new of the newest run is read while the browser is at its scripts."""
+        """Send the page; new data of the newest run is read while the browser loads its scripts."""
         await self.begin(request.app)
         return web.FileResponse(PAGE)
 
@@ -171,7 +171,7 @@ class _Server:
         return await _send(request, answer) if isinstance(answer, Download) else _json(answer)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Say when there is more to see of a run, until the browser goes."""
+        """Announce new data of a run until the browser disconnects."""
         run = await asyncio.to_thread(self._run, request)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -191,7 +191,7 @@ async def _file(file: Path, request: web.Request) -> web.StreamResponse:
 
 
 async def _send(request: web.Request, download: Download) -> web.StreamResponse:
-    """Send a file in pieces, each made in a thread."""
+    """Send a file in chunks, each produced in a thread."""
     disposition = f'attachment; filename="{download.name}"'
     response = web.StreamResponse(headers={"Content-Type": download.media_type, "Content-Disposition": disposition})
     await response.prepare(request)
@@ -207,14 +207,12 @@ def _json(value: Json, status: int = 200) -> web.Response:
 
 
 def _keyed(token: str) -> Middleware:
-    """Refuse calls of the API that come without the token."""
+    """Reject API requests without the token."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if request.path.startswith("/api/") and not hmac.compare_digest(
-            given.encode(errors="surrogateescape"), token.encode()
-        ):
+        if request.path.startswith("/api/") and not same_key(given, token):
             return _json(
                 {"error": "open the page by the URL that `etude ui` printed: the token in it is missing here"}, 401
             )

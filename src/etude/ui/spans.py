@@ -1,11 +1,11 @@
-"""Spans of time with a rate, and what they come to in any window: a timeline of any length, drawn at any zoom.
+"""Spans of time with a rate, and their mean rate in any window: a timeline of any length, drawn at any zoom.
 
     add(start, end, rate) …  ──▶  means(edges)  ──▶  [B] mean rate in each bin between the edges
 
 Example: a process that was busy for 0.5 of the second from 7 to 8 is the span (7, 8, 0.5). The mean of a bin is the sum
-of what every span has in it, by two sorted arrays of starts and ends: B bins of N spans cost B log N, however long the
-run was. Pure; times are seconds since the first event, so that sums over days keep their milliseconds. Legend: N spans,
-B bins.
+of the parts of all spans in it, computed with two sorted arrays of starts and ends: B bins of N spans cost B log N,
+independently of the run's length. Pure; times are seconds since the first event, so that sums over days keep their
+milliseconds. Legend: N spans, B bins.
 """
 
 from array import array
@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Spans:
-    """Spans of one kind; they may overlap, then rates add up."""
+    """Spans of one kind; where they overlap, their rates add up."""
 
     def __init__(self) -> None:
         self._starts, self._ends, self._rates = array("d"), array("d"), array("d")
@@ -35,7 +35,7 @@ class Spans:
             self._sums = None
 
     def until(self, times_s: Floats) -> Floats:
-        """Rate times seconds before each of some times."""
+        """The integral of the rate up to each of the given times."""
         if self._sums is None:
             rates = np.array(self._rates)
             self._sums = _Integral(np.array(self._starts), rates), _Integral(np.array(self._ends), rates)
@@ -43,17 +43,17 @@ class Spans:
         return begun.until(times_s) - over.until(times_s)
 
     def rates(self, edges_s: Floats) -> Floats:
-        """[B] mean rate between each two of ascending edges."""
+        """[B] mean rate between consecutive ascending edges."""
         return np.diff(self.until(edges_s)) / np.diff(edges_s)
 
     def total(self, from_s: float, to_s: float) -> float:
-        """Rate times seconds within a window."""
+        """The integral of the rate within a window."""
         before, after = self.until(np.array([from_s, to_s]))
         return float(after - before)
 
 
 class _Integral:
-    """The integral of rates that begin at some times and never end."""
+    """The integral of rates that begin at given times and never end."""
 
     def __init__(self, times_N: Floats, rates_N: Floats) -> None:
         order = np.argsort(times_N, kind="stable")

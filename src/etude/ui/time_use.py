@@ -1,11 +1,11 @@
-"""The other half of the time: what a trainer that waits waits for, in figures and in one sentence. Pure.
+"""Interpretation of a run's time: what the trainer waits for, in figures and in one sentence. Pure.
 
     lanes of a window ──▶ shares of the trainer's time ─┐
-                     └──▶ in the time that it waited: what rollouts did, how busy engines were ──▶ the sentence
+                     └──▶ while it waited: the rollouts' stages, the engines' load ──▶ the sentence
 
-What no event tells is said to be unknown, never guessed: engines that report no load, rollouts of an older étude, a
-window without a step. A stage is named as the cause where it has the most of the rollouts' time; that is where time
-goes, not a proof that less of it would be faster.
+Without events the sentence says that something is unknown and never guesses: engines that report no load, rollouts of
+an older étude, a window without a step. A stage is named as the cause if it has the largest share of the rollouts'
+time; that is where time goes, not a proof that less of it would be faster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,11 @@ from etude.ui.timeline import (
 )
 
 OTHER = "other"
-"""State of the trainer that no event tells."""
+"""State of the trainer while no event accounts for it."""
 GRID = 4000
-"""Bins of a window within which two lanes are compared: waiting and busy at the same time."""
+"""Number of bins of a window in which two lanes are compared, such as waiting and busy at the same time."""
 NEARLY_NONE = 0.05
-"""A share of the time that is not worth a word."""
+"""Share of the time below which a state is not mentioned."""
 SATURATED = 0.8
 """Busy share of engines above which they are full."""
 STAGE_WORDS: Mapping[str, str] = {
@@ -54,20 +54,20 @@ class TimeUse:
     """The figures of one window."""
 
     seconds: float
-    """In which the run was alive."""
+    """Time in which the run was active."""
     trainer: Mapping[str, float] = field(default_factory=dict)
-    """State → share of that; with what no event tells. Empty without a step."""
+    """State → share of that time, with ``OTHER`` for the rest. Empty without a step."""
     engines_busy: float | None = None
-    """Mean over engines and the time of which they reported."""
+    """Mean over engines and their reported time."""
     engines_busy_meanwhile: float | None = None
     """Mean busy share of the engines while the trainer waited."""
     engines: int = 0
-    """Engines that reported."""
+    """Number of engines that reported."""
     in_flight: float | None = None
     """Mean number of rollouts for training."""
     in_flight_meanwhile: float | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Stage → share of the rollouts' time, while the trainer waited; without any waiting, of all."""
+    """Stage → share of the rollouts' time while the trainer waited, or of all time if it never waited."""
     idle_alone: float | None = None
     """Share of the engines' idle time in which less than one rollout was in flight."""
 
@@ -104,7 +104,7 @@ def time_use(timeline: Timeline, from_s: float, to_s: float) -> TimeUse:
 
 
 def sentence(use: TimeUse, *, limit: int | None = None, sessions: int = 0) -> str:
-    """The figures in words. ``limit`` bounds rollouts in flight; a batch takes so many ``sessions`` of users."""
+    """The figures as text. ``limit`` bounds rollouts in flight; a batch takes ``sessions`` of users."""
     if not use.trainer:
         return "No step was computed in this time, so nobody waited for one."
     waited = use.trainer.get(WAITING, 0.0)

@@ -1,13 +1,13 @@
-"""A timeline folded from a run's events: lanes of processes, with the states that each is in.
+"""A timeline folded from a run's events: lanes of processes, with their states over time.
 
-    StepDone, StepSaved ─▶ trainer     computing · waiting for the batch · waiting for the version before · saving …
-    EngineStats ─────────▶ each engine busy, of what it reported; swaps are marks
-    GatewayStats ────────▶ each gateway calls at an engine, calls that wait for one
-    RolloutClosed ───────▶ rollouts    how many are in which stage; evaluations how many are tried
-    WeightsPublished ────▶ publishing  beside the next step
+    StepDone, StepSaved ─▶ trainer     computing · waiting for the batch · waiting for the last version · saving …
+    EngineStats ─────────▶ each engine busy share, as reported; swaps are marks
+    GatewayStats ────────▶ each gateway calls at an engine, and calls that wait for one
+    RolloutClosed ───────▶ rollouts    number in each stage; for evaluations the number of attempts
+    WeightsPublished ────▶ publishing  during the next step
 
-A lane contains only data from events: unfinished rollouts are not there yet, and an engine that reports nothing has no
-lane. Owns this fold. :mod:`etude.ui.timeline_view` renders a window of it, :mod:`etude.ui.time_use` interprets it.
+A lane contains only data from events: unfinished rollouts are not yet included, and an engine that reports nothing has
+no lane. Owns this fold. :mod:`etude.ui.timeline_view` renders a window of it, :mod:`etude.ui.time_use` interprets it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,13 +31,13 @@ TRAINER, PUBLISHING, ENGINES, GATEWAYS, ROLLOUTS, EVALUATIONS, AWAY = (
 )
 """Groups of lanes, in the order of the training loop."""
 COMPUTING, WAITING, LANDING, SAVING, HANDING = "computing", "waiting", "landing", "saving", "handing over"
-"""States of the trainer: with a batch; for one; for the version before; writing a checkpoint; starting to publish."""
+"""Trainer states: computing on a batch; waiting for one; for the last version; saving; starting to publish."""
 BUSY, IDLE = "busy", "idle"
 AT_ENGINE, QUEUED = "at an engine", "queued"
 UNTOLD = "not told"
-"""Stage of rollouts that an older étude recorded."""
+"""Stage of rollouts that were recorded by an older étude."""
 TURNS = (RolloutStage.MODEL, RolloutStage.TOOLS)
-"""Stages of a rollout that take turns."""
+"""Stages between which a rollout alternates."""
 STATES: Mapping[str, tuple[str, ...]] = {
     TRAINER: (COMPUTING, LANDING, SAVING, HANDING, WAITING),
     PUBLISHING: ("publishing",),
@@ -47,23 +47,23 @@ STATES: Mapping[str, tuple[str, ...]] = {
     EVALUATIONS: ("tried",),
     AWAY: ("away",),
 }
-"""Group → the states that its lanes have, as they are stacked."""
+"""Group → the states of its lanes, in stacking order."""
 
 
 @dataclass(slots=True)
 class Lane:
-    """One process, or all of a kind, over time."""
+    """The timeline of one process, or of all rollouts."""
 
     group: str
     name: str
-    """Name of its process; of rollouts one for all."""
+    """Name of its process; one name for all rollouts."""
     region: str = ""
     """Empty: home."""
     states: dict[str, Spans] = field(default_factory=dict)
 
     @property
     def serves_users(self) -> bool:
-        """True for an engine that samples nothing for the trainer."""
+        """True for an engine that does not sample for the trainer."""
         return self.name.startswith(PRODUCTION.command)
 
     def add(self, state: str, start_s: float, end_s: float, rate: float = 1.0) -> None:
@@ -73,23 +73,23 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """An event at one time, or over a short time."""
+    """An event at a point in time, or over a short time."""
 
     at_s: float
     kind: str
     """``step``, ``published``, ``swapped``, ``evaluated``, ``restarted`` or ``outage``."""
     text: str
     lane: str = ""
-    """Name of the lane that it is of; empty for all."""
+    """Name of its lane; empty for all."""
     number: int = 0
     """Step or version."""
     facts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Timeline:
-    """The lanes of one run, up to the last event that was settled.
+    """The lanes of one run, up to the last settled event.
 
-    Events of several processes come in any order; :meth:`settle` folds in what came since, in order of time.
+    Events of several processes arrive in any order; :meth:`settle` folds in the new ones in order of time.
     """
 
     KINDS: ClassVar[frozenset[str]] = frozenset(
@@ -99,7 +99,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.origin_s = 0.0
-        """Unix time of the first event: all other times count from there."""
+        """Unix time of the first event; all other times are relative to it."""
         self.end_s = 0.0
         self.lanes: dict[tuple[str, str], Lane] = {}
         """Group and name → lane."""
@@ -107,17 +107,17 @@ class Timeline:
         self.gaps: list[tuple[float, float]] = []
         """Times in which the run was stopped."""
         self.marks: list[Mark] = []
-        """In the order of their events, which is nearly that of time."""
+        """In the order of their events, which is almost that of time."""
         self._pending: list[tuple[float, str, Fields]] = []
         self._handed: dict[int, float] = {}
         self._away: dict[str, float] = {}
 
     def add(self, kind: str, fields: Fields) -> None:
-        """Take one event, to be folded in."""
+        """Add one event to be folded in."""
         self._pending.append((fields["at_s"], kind, fields))
 
     def settle(self) -> None:
-        """Fold in what was added, in order of time."""
+        """Fold in the added events, in order of time."""
         pending, self._pending = sorted(self._pending, key=lambda event: event[0]), []
         if pending and not self.origin_s:
             self.origin_s = pending[0][0]
@@ -165,7 +165,7 @@ class Timeline:
         return sorted((lane for lane in self.lanes.values() if lane.group == group), key=_place)
 
     def window_of(self, phase: str) -> tuple[float, float] | None:
-        """From the first to the last moment of a phase; ``None`` where it never began."""
+        """Start and end of a phase; ``None`` if it never began."""
         begun = [at_s for at_s, name in self.phases if name == phase]
         if not begun:
             return None
@@ -195,7 +195,7 @@ class Timeline:
         self._handed[fields["step"]] = at_s
 
     def _add_published(self, at_s: float, fields: Fields) -> None:
-        """A version is logged when the trainer comes by; it began when the step handed it over."""
+        """Add a published version. Its event is logged late; publishing began when the step handed it over."""
         version, seconds = fields["version"], fields["seconds"]
         start_s = self._handed.get(version, at_s - seconds)
         end_s = start_s + seconds
@@ -224,7 +224,7 @@ class Timeline:
     def _add_rollout(self, at_s: float, fields: Fields) -> None:
         purpose, start_s = fields["purpose"], at_s - fields["seconds"]
         if purpose == LIVE:
-            return  # no one waits between a user's calls
+            return  # the time between a user's calls is not waiting
         if purpose != TRAIN:
             self._lane(EVALUATIONS, EVALUATIONS).add("tried", start_s, at_s)
             return

@@ -1,9 +1,9 @@
-"""The tab *Timeline*: who waits for whom, in a window of the run's time, as that many bins as a page has room for.
+"""The tab *Timeline*: which process waits for which, in a window of the run's time, with a given number of bins.
 
     GET /timeline?from=12.5&to=80&bins=400      seconds since the run's first event; without them its RL phase
 
-Whatever the window, the answer is of one size: each state of a lane is one number a bin, the share of it or the mean
-number in it. What happens at one time (steps, versions, swaps) is listed where there are few, else counted by bin.
+The size of the response is independent of the window: each state of a lane has one number per bin, its share or its
+mean count. Marks (steps, versions, swaps) are listed if there are few, else counted by bin.
 """
 
 from collections import Counter
@@ -21,13 +21,13 @@ from etude.ui.timeline import STATES, Lane, Mark, Timeline
 
 MOST_BINS = 2000
 MOST_MARKS = 400
-"""More of one kind in a window are counted instead."""
+"""Maximum number of listed marks of a kind in a window; more are counted by bin."""
 LEAST_S = 0.05
-"""No window is shorter: nothing is measured more finely."""
+"""Minimum length of a window: no measurement is finer."""
 
 
 def timeline(query: RunQuery) -> Json:
-    """A window of the run's time."""
+    """A window of the run's time, with its interpretation."""
     bins = query.number("bins", 400)
     if not 1 <= bins <= MOST_BINS:
         raise UserError(f"bins={bins}: expected 1 to {MOST_BINS}")
@@ -40,7 +40,7 @@ def timeline(query: RunQuery) -> Json:
 
 
 def view(timeline: Timeline, from_s: float, to_s: float, bins: int) -> dict[str, Json]:
-    """A window of a timeline, without its meaning."""
+    """A window of a timeline, without its interpretation."""
     edges = np.linspace(from_s, to_s, bins + 1)
     lanes = [_lane(lane, edges) for group in STATES for lane in timeline.lanes_of(group)]
     return {
@@ -76,7 +76,7 @@ def _seconds(query: RunQuery, name: str, default: float) -> float:
 
 
 def _lane(lane: Lane, edges: Floats) -> dict[str, Json]:
-    """Values of each state by bin: shares, of rollouts and calls mean numbers."""
+    """Values of each state by bin: shares, or mean counts for rollouts and calls."""
     states: list[Json] = []
     seconds = 0.0
     for state in STATES[lane.group]:
@@ -95,7 +95,7 @@ def _rounded(rates: Floats) -> list[Json]:
 
 
 def _marks(marks: Sequence[Mark], edges: Floats) -> dict[str, Json]:
-    """Marks as a list, and those kinds of which there are too many as numbers by bin."""
+    """Marks as a list; kinds with too many are counts by bin."""
     kinds = Counter(mark.kind for mark in marks)
     crowded = {kind for kind, number in kinds.items() if number > MOST_MARKS}
     counted: dict[str, Json] = {

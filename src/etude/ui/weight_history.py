@@ -1,10 +1,10 @@
-"""Weight versions over time, folded from a run's events: what each was, and when each engine served it.
+"""Weight versions over time, folded from a run's events: their facts, and the times at which engines served them.
 
     StepDone ─▶ WeightsPublished ─▶ WeightsSwapped, by every engine
        └──────────── lag ───────────────┘     from the end of a step to the last engine of a region
 
-Owns this fold. An engine counts for a version from the first one on that it was seen to serve; one that goes over some
-versions has served these when it serves a later one.
+Owns this fold. An engine counts for a version only after the first version that it was seen to serve; versions that it
+skips count as served when it serves a later one.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from etude.run.process_name import ProcessName
 from etude.ui.event_lines import Fields
 
 RECENT = 50
-"""Swaps of an engine that means are of."""
+"""Number of an engine's newest swaps over which means are taken."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,15 +34,15 @@ class EngineHistory:
     stages_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     pauses_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     load: Fields | None = None
-    """The newest event of its load."""
+    """The newest report of its load."""
     seen_s: float = 0.0
     """Unix time of its newest event."""
 
 
 class WeightHistory:
-    """The versions of one run, up to the last event that was settled.
+    """The versions of one run, up to the last settled event.
 
-    Events of several processes come in any order; :meth:`settle` folds in what came since, in order of time.
+    Events of several processes arrive in any order; :meth:`settle` folds in the new ones in order of time.
     """
 
     KINDS: ClassVar[frozenset[str]] = frozenset(
@@ -56,18 +56,18 @@ class WeightHistory:
         self.lags_s: dict[str, dict[int, float]] = {}
         """Region → version → lag of its last engine."""
         self.regions: dict[str, Fields] = {}
-        """Region → the newest that rollouts saw of it."""
+        """Region → the newest report about it by rollouts."""
         self.started: dict[str, Fields] = {}
         """Process → its newest start."""
         self._step_ends: dict[int, float] = {}
         self._pending: list[tuple[float, str, Fields]] = []
 
     def add(self, kind: str, fields: Fields) -> None:
-        """Take one event, to be folded in."""
+        """Add one event to be folded in."""
         self._pending.append((fields["at_s"], kind, fields))
 
     def settle(self) -> None:
-        """Fold in what was added, in order of time."""
+        """Fold in the added events, in order of time."""
         pending, self._pending = sorted(self._pending, key=lambda event: event[0]), []
         for at_s, kind, fields in pending:
             match kind:
@@ -88,11 +88,11 @@ class WeightHistory:
 
     @property
     def newest(self) -> int | None:
-        """The newest version that is known to be published."""
+        """The newest published version, according to events."""
         return max(self.published, default=None)
 
     def has_changed(self, version: int) -> bool | None:
-        """True if the weights of a version differ from those of the one before; ``None`` where that is not known."""
+        """True if the weights of a version differ from the previous one's; ``None`` if unknown."""
         digests = [self.published[one].get("digest") for one in (version - 1, version) if one in self.published]
         return digests[0] != digests[1] if len(digests) == 2 and all(digests) else None
 

@@ -1,10 +1,10 @@
-"""The tab *Weights*: versions and the ways between them, who serves what where, and the fleet as a map of regions.
+"""The tab *Weights*: versions and the links between them, the version of each engine, and the fleet by region.
 
-    GET /weights?before=120&limit=50     who serves what, and a page of versions, the newest first
+    GET /weights?before=120&limit=50     engines with their versions, and a page of versions, the newest first
     GET /weights/history?since=40        columns over versions after 40: sizes, seconds, lag by region
-    GET /fleet                           regions with their processes and what is known of their health
+    GET /fleet                           regions with their processes and their health
 
-Versions are read from the weight log, which is the truth of what can be had; times and lags are events'.
+Versions are read from the weight log, which is authoritative for available ones; times and lags are from events.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from etude.errors import EtudeError, RunFolderError, UserError
 from etude.releases.states import Release
-from etude.run.payload_store import open_releases
+from etude.run.stores import open_releases
 from etude.run.weight_log import open_log
 from etude.types import Json, WeightVersion
 from etude.ui.fleet import fleet
@@ -29,14 +29,14 @@ from etude.weights.records import Link, link_key, parse_link_key
 
 MOST_ROWS = 200
 COLUMNS = ("at_s", "kind", "size_bytes", "seconds", "blocked_s")
-"""Fields of a published version that are drawn."""
+"""Fields of a published version that are plotted."""
 LOGS: WeakKeyDictionary[RunReader, WeightLog] = WeakKeyDictionary()
-"""Logs that were read before, with the records that they know."""
+"""Cache of opened logs, with the records that they have read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPage:
-    """Some versions, with the links that lead to them, and which of them users have or had."""
+    """A page of versions, with the links that lead to them, and their releases."""
 
     records: Sequence[WeightVersion]
     links: Mapping[int, Sequence[Link]]
@@ -44,7 +44,7 @@ class VersionPage:
 
 
 def weights(query: RunQuery) -> Json:
-    """Engines with what they serve, and a page of versions."""
+    """Engines with their versions, and a page of versions."""
     limit = query.number("limit", 50)
     if not 1 <= limit <= MOST_ROWS:
         raise UserError(f"limit={limit}: expected 1 to {MOST_ROWS}")
@@ -73,7 +73,7 @@ def weights(query: RunQuery) -> Json:
 
 
 def weight_history(query: RunQuery) -> Json:
-    """Columns over versions after ``since``, as events told of them."""
+    """Columns over versions after ``since``, from events."""
     since = query.number("since", -1)
     with query.run.folded(WeightHistory) as history:
         history.settle()
@@ -171,7 +171,7 @@ def _engine(engine: EngineHistory, newest: int | None) -> Json:
 
 
 def _lags(history: WeightHistory) -> Json:
-    """Lag of each region over its newest versions: mean, worst, and the very newest."""
+    """Lag of each region over its newest versions: mean, maximum, and newest."""
     regions: list[Json] = []
     for region, lags in sorted(history.lags_s.items()):
         recent = [lags[version] for version in sorted(lags)[-50:]]

@@ -123,7 +123,7 @@ def changed(at: tuple[int, int, int], expert: int) -> Routes:
 @pytest.mark.parametrize(
     ("routes", "named"),
     [
-        (None, "no routes although they were asked for"),
+        (None, "no routes although they were requested"),
         (GOOD[:3], r"read 4 tokens has routes of shape \[3, 2, 2\]"),
         (GOOD[:, :1], r"uint16\[4, 1, 2\], expected uint16\[4, 2, 2\]"),
         (changed((1, 0, 1), 4), r"beyond the 4 there are, the first at token 1, sparse layer 0: \[0, 4\]"),

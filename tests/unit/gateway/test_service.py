@@ -228,9 +228,9 @@ def test_the_first_failure_of_several_replies_cancels_the_others_and_nothing_is_
             raise AssertionError("it was cancelled")
 
     async def scene(stage: Bench) -> None:
-        with pytest.raises(ApiError, match="the engine refused: no"):
+        with pytest.raises(ApiError, match="the engine rejected the request: no"):
             await stage.answer(ask(max_tokens=8, count=3))
-        with pytest.raises(ApiError, match="the engine refused: no"):
+        with pytest.raises(ApiError, match="the engine rejected the request: no"):
             engine.calls = 0
             await stage.stream(n=3, max_tokens=8)
         assert stage.conversation.turns == []

@@ -1,7 +1,7 @@
 """Whole sessions of the coding agent: a scripted model behind real HTTP, real tools in a real sandbox."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import aiohttp
@@ -168,14 +168,7 @@ def test_a_dead_sandbox_fails_the_rollout_not_the_agent(house: Playhouse) -> Non
 class HangingSandbox(FakeSandbox):
     """A sandbox in the hands of an agent whose commands take all the time that it has."""
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        timeout_s: float = 5.0,
-        environment: Mapping[str, str] | None = None,
-    ) -> ExecResult:
+    async def exec(self, argv: Sequence[str], **_: object) -> ExecResult:
         raise OutOfTime
 
 

@@ -1,7 +1,7 @@
 """An external program as harness: its command line, its variables, and what its end means."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from command_results import ended
 from etude.config.rollouts import PLACEHOLDERS, CommandOptions
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.harnesses.command import CommandHarness, client_variables, fill_in, judge_end
@@ -37,10 +38,6 @@ CONFIG = CommandOptions(
 )
 
 
-def ended(exit_code: int, *, timed_out: bool = False) -> ExecResult:
-    return ExecResult(exit_code=exit_code, stdout="", stderr="", timed_out=timed_out, truncated=False, seconds=1.0)
-
-
 class ScriptedSandbox(FakeSandbox):
     """A sandbox in which every command ends as scripted; a harness has no business in its files."""
 
@@ -49,14 +46,7 @@ class ScriptedSandbox(FakeSandbox):
         self.ending = ending
         self.seen: list[tuple[list[str], float]] = []
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        timeout_s: float = 5.0,
-        environment: Mapping[str, str] | None = None,
-    ) -> ExecResult:
+    async def exec(self, argv: Sequence[str], *, timeout_s: float = 5.0, **_: object) -> ExecResult:
         self.seen.append((list(argv), timeout_s))
         return self.ending
 

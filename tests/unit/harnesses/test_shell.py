@@ -7,11 +7,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from command_results import ended
 from etude.config.rollouts import ShellOptions
 from etude.config.tasks import TaskConfig
 from etude.harnesses.completions import HarnessContext
 from etude.harnesses.shell import NO_BLOCK, SYSTEM, ShellHarness, describe, read_command
-from etude.protocols import ExecResult, HarnessResult
+from etude.protocols import HarnessResult
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.types import Json
 from playhouse import TASK
@@ -83,7 +84,7 @@ def test_a_reply_has_one_block(reply: str, command: str | None) -> None:
 
 
 def test_the_middle_of_a_long_output_is_left_out() -> None:
-    result = ExecResult(exit_code=0, stdout="a" * 20_000 + "z", stderr="", timed_out=True, truncated=False, seconds=1.0)
+    result = ended(stdout="a" * 20_000 + "z", timed_out=True)
     shown = describe(result)
     assert shown.startswith("[it ran out of time]\naaa")
     assert "4001 characters left out" in shown

@@ -80,7 +80,6 @@ def test_the_newest_version_that_is_due_is_the_one_candidate() -> None:
         (replace(PASSED, reward=replace(GOOD, value=0.39)), "minimum bar"),
         (replace(PASSED, cheats=2), "cheating"),
         (replace(PASSED, parity=False), "numerics"),
-        (replace(PASSED, missing=(replace(FEW, missing=2),)), "tries of suite own"),
         (replace(PASSED, against=replace(AGAINST, reward=replace(SAME, low=-0.06))), "held-out tasks"),
         (replace(PASSED, against=replace(AGAINST, cost_excess=replace(LESS, high=0.1))), "cost"),
         (replace(PASSED, against=replace(AGAINST, latency_excess=replace(LESS, high=0.1))), "latency"),
@@ -97,6 +96,27 @@ def test_a_gate_blocks_for_each_of_its_checks_and_the_trainer_goes_back(gate: Ga
     assert decision.load == LIVE.version
     for passed in (PASSED, replace(PASSED, missing=(FEW,))):
         assert states(decide(on_the_way(ReleaseState.CANDIDATE), gate=passed)) == [(4, ReleaseState.GATED)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"gate_failure": "the judge was unavailable"}, "the judge was unavailable"),
+        ({"gate": replace(PASSED, missing=(replace(FEW, missing=2),))}, "tries of suite own: 2 of 20 tries"),
+        ({"gate": replace(PASSED, cheats=2, missing=(replace(FEW, missing=2),))}, "cheating"),
+    ],
+)
+def test_an_outage_rejects_a_candidate_and_leaves_the_trainer_its_weights(
+    facts: dict[str, object], reason: str
+) -> None:
+    decision = decide(on_the_way(ReleaseState.CANDIDATE), **facts)  # type: ignore[arg-type]
+    assert states(decision) == [(4, ReleaseState.REJECTED)]
+    assert decision is not None
+    assert decision.moves[0].reason.startswith(reason)
+    assert decision.load is None
+    rejected = replace(on_the_way(ReleaseState.REJECTED), since=2.0)
+    later = ReleaseController(CONFIG).decide(ReleaseFacts(releases=(LIVE, rejected), versions={6: "later"}))
+    assert states(later) == [(6, ReleaseState.CANDIDATE)], "what descends from it is measured"
 
 
 def test_below_the_bar_there_is_no_first_release_and_above_it_there_is_one() -> None:

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
+from command_results import ended
 from etude.config.loading import parse_config
 from etude.errors import InfrastructureError, OutOfTime
 from etude.ledger.ledger import OpenSlot
@@ -33,18 +34,10 @@ class SlowSandbox(FakeSandbox):
         self.takes_s = 0.0
         self.hangs = False
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        timeout_s: float = 5.0,
-        environment: Mapping[str, str] | None = None,
-    ) -> ExecResult:
+    async def exec(self, argv: Sequence[str], *, timeout_s: float = 5.0, **_: object) -> ExecResult:
         seconds = min(self.takes_s, timeout_s)
         await asyncio.sleep(NEVER_S if self.hangs else seconds)
-        stopped = self.takes_s > timeout_s
-        return ExecResult(exit_code=0, stdout="", stderr="", timed_out=stopped, truncated=False, seconds=seconds)
+        return ended(timed_out=self.takes_s > timeout_s, seconds=seconds)
 
     async def read_file(self, path: str) -> str | None:
         await asyncio.sleep(NEVER_S if self.hangs else 0.0)

@@ -552,6 +552,16 @@ def test_a_fraction_is_a_pass_where_the_recipe_says_so(bench: MakeBench, pass_at
     assert [event.passed for event in here.closed()] == [passed]
 
 
+def test_an_evaluation_may_have_fewer_tries_at_a_time_than_the_run(bench: MakeBench) -> None:
+    tasks, at_a_time = [ALL_NUMBERS.task(Split.HELDOUT, index) for index in range(9)], []
+    for number, concurrency in enumerate((1, 3, None)):
+        here = bench(config(concurrency=8))
+        here.most_in_flight = 0
+        run_virtually(here.dispatcher.evaluate(f"try-{number}", tasks, temperature=0.0, concurrency=concurrency))
+        at_a_time.append(here.most_in_flight)
+    assert at_a_time == [1, 3, 8]
+
+
 def test_an_evaluation_goes_on_where_it_was_interrupted(bench: MakeBench) -> None:
     tasks = [ALL_NUMBERS.task(Split.HELDOUT, index) for index in range(9)]
     played: list[str] = []

@@ -5,6 +5,7 @@ from typing import TypeAlias, TypeVar
 
 import pytest
 
+from command_results import ended
 from etude.errors import InfrastructureError, OutOfTime, Unsupported
 from etude.protocols import ExecResult
 from etude.rollouts.fake import FakeSandbox, run_virtually
@@ -20,22 +21,10 @@ class CountedSandbox(FakeSandbox):
         super().__init__(files, lambda _: None)
         self.commands = 0
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        timeout_s: float = 5.0,
-        environment: Mapping[str, str] | None = None,
-    ) -> ExecResult:
+    async def exec(self, argv: Sequence[str], *, timeout_s: float = 5.0, **_: object) -> ExecResult:
         self.commands += 1
-        return ExecResult(
-            exit_code=int(argv[0] == "false"),
-            stdout=str(self.commands),
-            stderr="",
-            timed_out=timeout_s < 40,
-            truncated=False,
-            seconds=min(timeout_s, 40.0),
+        return ended(
+            int(argv[0] == "false"), str(self.commands), timed_out=timeout_s < 40, seconds=min(timeout_s, 40.0)
         )
 
     async def read_file(self, path: str) -> str | None:

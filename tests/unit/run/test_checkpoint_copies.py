@@ -76,7 +76,7 @@ def test_a_step_that_another_trainer_has_copied_with_other_bits_ends_this_one(tm
     with StoreOutages(second.store, 0.0) as outages, CheckpointCopies(second, outages) as copies:
         save(second, 1, 7.0)
         copies.start(1)
-        with pytest.raises(DamagedError, match="the copy of checkpoint 1 is of other bytes"):
+        with pytest.raises(DamagedError, match="the copy of checkpoint 1 has other bytes"):
             copies.finish()
 
 

@@ -72,7 +72,7 @@ def test_versions_that_differ_between_sites_are_named(tmp_path: Path) -> None:
     finding = look(fleet, folder)["versions"]
     assert not finding.works
     assert f"torch differs: {versions()['torch']} (here, run); 0.0.1 (eu)" in finding.words
-    assert finding.words.endswith("unknown in ap, whose supervisor has said nothing")
+    assert finding.words.endswith("unknown in ap, whose supervisor has not reported")
     alike = {"here": versions(), "eu": versions()}
     assert is_alike(alike) and "differs" not in compare_versions(alike)
 
@@ -85,7 +85,7 @@ def test_gateways_that_are_missing_or_have_another_key_are_named(
     home = RegionConfig(name="home", store=str(tmp_path / "run"))
     fleet = FleetConfig(home="home", regions=(home, RegionConfig(name="eu", store=str(tmp_path / "eu"), engines=1)))
     remember_fleet(folder, fleet)
-    assert look(fleet, folder)["eu: gateways"].words == "0 of 1 have said where they listen"
+    assert look(fleet, folder)["eu: gateways"].words == "0 of 1 have announced their URL"
 
     keys = (key_of("run", folder.key(KeyRole.ADMIN), Scope.ADMIN),)
     with gateway_in_a_thread(template(), fake_engine(), keys, MAX_LENGTH) as url:
@@ -97,5 +97,5 @@ def test_gateways_that_are_missing_or_have_another_key_are_named(
         monkeypatch.setenv(RUN_KEY_VARIABLE, "x" * 32)
         assert "none signed with this run's key" in look(fleet, folder)["eu: gateways"].words
         open_directory(folder, "eu").announce(EU, url)
-        assert "refuses the admin key" in look(fleet, folder)[str(EU)].words
+        assert "rejects the admin key" in look(fleet, folder)[str(EU)].words
     assert not look(fleet, folder)[str(EU)].works

@@ -171,7 +171,7 @@ def test_versions_are_announced_once_the_store_is_back(tmp_path: Path, caplog: p
 
     async def run() -> None:
         async with background_task(announce(log, lambda version, digest: options.append((version, digest)))):
-            await until(lambda: f"{place} is away and waited for" in caplog.text)
+            await until(lambda: f"{place} is unavailable, waiting for it" in caplog.text)
             place.unlink()  # noqa: ASYNC240
             away.rename(place)
             await until(lambda: bool(options))

@@ -93,7 +93,7 @@ def test_an_aspect_that_no_part_names_needs_no_calibration_and_is_not_asked_abou
     alone = config.model_copy(update={"reward": RewardConfig(parts=config.reward.parts[:1])})
 
     async def scenario() -> None:
-        async with aiohttp.ClientSession() as http, open_judge(alone, http, memory=JudgeState(tmp_path)) as opened:
+        async with aiohttp.ClientSession() as http, open_judge(alone, http, state=JudgeState(tmp_path)) as opened:
             assert opened is not None
             result = await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer="a"), "")
             assert sorted(result) == ["addresses_judge", "style", "unreadable_votes"]
@@ -124,7 +124,7 @@ def test_a_rollout_is_judged_and_the_run_remembers(tmp_path: Path) -> None:
     async def play(answer: str) -> dict[str, float]:
         async with (
             aiohttp.ClientSession() as http,
-            open_judge(config, http, memory=JudgeState(tmp_path), alarm=alarms.append) as opened,
+            open_judge(config, http, state=JudgeState(tmp_path), alarm=alarms.append) as opened,
         ):
             assert opened is not None
             result = HarnessResult(reason="submit", counts={}, answer=answer)
@@ -150,8 +150,8 @@ def test_processes_of_a_run_live_on_one_budget(tmp_path: Path) -> None:
     config = recipe_of_three.model_copy(update={"judge": judge})
 
     async def play(worker: int, answer: str) -> dict[str, float]:
-        memory = JudgeState(tmp_path, worker)
-        async with aiohttp.ClientSession() as http, open_judge(config, http, memory=memory) as opened:
+        state = JudgeState(tmp_path, worker)
+        async with aiohttp.ClientSession() as http, open_judge(config, http, state=state) as opened:
             assert opened is not None
             return dict(await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer=answer), ""))
 
@@ -191,7 +191,7 @@ def test_a_rule_that_changed_is_an_alarm(tmp_path: Path, caplog: pytest.LogCaptu
         async with (
             aiohttp.ClientSession() as http,
             open_judge(
-                config.model_copy(update={"judge": judge}), http, memory=JudgeState(tmp_path), alarm=alarms.append
+                config.model_copy(update={"judge": judge}), http, state=JudgeState(tmp_path), alarm=alarms.append
             ) as opened,
         ):
             assert opened is not None
@@ -314,7 +314,7 @@ def test_votes_about_a_rollout_are_found_again_with_their_reasons(tmp_path: Path
     config, right = recipe(), "area returns w * h"
 
     async def play() -> None:
-        async with aiohttp.ClientSession() as http, open_judge(config, http, memory=JudgeState(tmp_path)) as opened:
+        async with aiohttp.ClientSession() as http, open_judge(config, http, state=JudgeState(tmp_path)) as opened:
             assert opened is not None
             await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer=right), "")
 

@@ -76,10 +76,10 @@ def test_a_database_is_kept_while_it_is_written_to(machines: tuple[RunFolder, Ru
 def test_a_judge_on_a_new_disk_has_its_votes_and_its_costs(machines: tuple[RunFolder, RunFolder]) -> None:
     first, second = machines
     for number in range(3):
-        memory = JudgeState(first.path, worker_id=1)
-        with synced_judge_state(first, memory), VoteCache(memory.votes, 10) as votes:
+        state = JudgeState(first.path, worker_id=1)
+        with synced_judge_state(first, state), VoteCache(state.votes, 10) as votes:
             votes.put(b"k%d" % number, Vote(score=number, reason="so"))
-            memory.spending.save(memory.spending.load())
+            state.spending.save(state.spending.load())
             (first.path / "judge-held.txt").write_text("odd")
     (first.path / "judge-held.txt").unlink()
     with synced_judge_state(first, JudgeState(first.path, 1)):

@@ -112,9 +112,9 @@ def test_a_page_without_calls_is_no_production_without_calls() -> None:
         return {finding.name: finding.words async for finding in look_at_fleet(fleet, None)}
 
     try:
-        with pytest.raises(InfrastructureError, match=r"says nothing of calls that run: it has none of etude_calls"):
+        with pytest.raises(InfrastructureError, match=r"does not report running calls: it has none of etude_calls"):
             MetricsProduction(region.lending).load()
-        assert "says nothing of calls that run" in asyncio.run(look())["eu: production"]
+        assert "does not report running calls" in asyncio.run(look())["eu: production"]
     finally:
         server.shutdown()
         server.server_close()
@@ -164,7 +164,7 @@ def test_people_are_told_what_is_lent_and_the_forecast_is_kept(tmp_path: Path) -
     lender.look(11000.0)
     assert messages == [
         "lent: the machines of serve-1, serve-2: production has 0 calls",
-        "production is away; its machines are its own until it can",
+        "production is away; production keeps its machines until it answers",
         "given back: the machines of serve-1, serve-2",
         "production answers again",
     ]
@@ -180,7 +180,8 @@ def test_a_production_whose_own_code_fails_has_its_machines(tmp_path: Path) -> N
     lender = Lender(lending("http://unread"), ["serve-1"], Broken(), tmp_path / "a folder" / "f.json", messages.append)
     lender.look(0.0)
     assert lender.withheld == {"serve-1"}
-    assert messages == ["production cannot be asked: KeyError: 'calls'; its machines are its own until it can"]
+    trouble = "production's load cannot be read: KeyError: 'calls'"
+    assert messages == [f"{trouble}; production keeps its machines until it answers"]
 
 
 def test_a_fleet_that_cannot_lend_is_refused() -> None:

@@ -163,7 +163,7 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line_with_its_key(
 def test_a_checkpoint_that_fits_is_told_of_and_answers_a_session(small_model: Path) -> None:
     config = default_recipe([f"model.checkpoint={small_model}", "midtrain.tokens=0"])
     (finding,) = check_model(config)
-    assert finding.works and "are there and fit" in finding.words
+    assert finding.works and "are complete and match" in finding.words
     (task, heldout) = first_tasks(config, open_tasks(config))
     assert (task.split, heldout.split) == (Split.TRAIN, Split.HELDOUT)
     assert "coding harness on a fake engine" in check_session(config, task).words

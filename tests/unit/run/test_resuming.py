@@ -29,7 +29,7 @@ def run_of(path: Path, *settings: str, steps_done: int = 0) -> RunFolder:
 def test_what_bits_depend_on_stays_while_steps_have_to_be_done_again(tmp_path: Path) -> None:
     folder = run_of(tmp_path / "run", "trainer.checkpoint_steps=4", "trainer.steps=8", steps_done=6)
     (folder.checkpoints / "step-00000004").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"^trainer.steps = 9: 2 steps behind the last checkpoint"):
+    with pytest.raises(ConfigError, match=r"^trainer.steps = 9: 2 steps after the last checkpoint"):
         changed_config(folder, ["trainer.steps=9"])
     assert changed_config(folder, ["trainer.checkpoint_steps=1"]).trainer.checkpoint_steps == 1
     (folder.checkpoints / "step-00000006").mkdir()
@@ -45,12 +45,12 @@ def test_the_table_names_keys_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("trainer.learning_rate=1", "two different ones"),
-        ("tasks.heldout_every=7", "held-out tasks would be others"),
-        ("midtrain.tokens=0", "the run's weights began with it"),
-        ("eval.tasks=3", "would not be measured alike"),
-        ("seed=9", "two different ones"),
-        ("optimiser.state=8bit", "its moments were kept by it"),
+        ("trainer.learning_rate=1", "must come from one algorithm"),
+        ("tasks.heldout_every=7", "the held-out tasks would change"),
+        ("midtrain.tokens=0", "its initial weights depend on it"),
+        ("eval.tasks=3", "its evaluations before and after training could not be compared"),
+        ("seed=9", "must come from one algorithm"),
+        ("optimiser.state=8bit", "its moments were computed with it"),
     ],
 )
 def test_what_a_run_is_stays_as_it_was(setting: str, reason: str, tmp_path: Path) -> None:

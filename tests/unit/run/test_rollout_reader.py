@@ -248,10 +248,10 @@ def test_what_cannot_be_told_without_a_model_is_said(tmp_path: Path, chat: ChatT
     for reader in reader_of(tmp_path / "run", chat, rollouts, "loss.reference_beta=0.1"):
         beta, weights = reader.rollout("r0").notes
         assert "without loss.reference_beta = 0.1" in beta
-        assert "counted, not weighed: what [loss] correction = 'tis' makes of each" in weights
+        assert "counted without their weights: for these, [loss] correction = 'tis'" in weights
     for reader in reader_of(tmp_path / "clip", chat, rollouts, "loss.kind=grpo", "loss.sequence_mask=ratio"):
         (weights,) = reader.rollout("r0").notes
-        assert "[loss] kind = 'grpo', sequence_mask = 'ratio' makes" in weights
+        assert "[loss] kind = 'grpo', sequence_mask = 'ratio' needs the trainer's" in weights
     for reader in reader_of(tmp_path / "plain", chat, rollouts, "loss.correction=none"):
         assert reader.rollout("r0").notes == ()
 

@@ -137,7 +137,7 @@ def test_an_evaluation_of_failures_alone_says_why_the_last_one_failed(tmp_path: 
             ledger.record(replace(rollout(0, 0, attempt, reward=None), reason=reason), "before-greedy")
     text = str(lost_all(folder, "before-greedy"))
     assert text.startswith("evaluation 'before-greedy': every rollout used up its attempts")
-    assert "the last failed because of (exit 1); it printed: no key; repair that" in text
+    assert "the last failed because of (exit 1); it printed: no key; fix that" in text
 
 
 def test_rl_is_measured_on_the_way_between_its_ends() -> None:

@@ -154,7 +154,7 @@ def test_an_outage_that_a_recipe_bounds_ends_the_run_with_what_is_wrong(folder: 
     Path(folder.store).rmdir()
     with (
         StoreOutages(folder.store, 0.3) as outages,
-        pytest.raises(UserError, match=r"has been away for .* \(rollouts.max_outage_s = 0.3\): .*no folder"),
+        pytest.raises(UserError, match=r"has been unavailable for .* \(rollouts.max_outage_s = 0.3\): .*no folder"),
     ):
         open_log(folder, outages).latest()
     with pytest.raises(UserError, match="there is no folder"):

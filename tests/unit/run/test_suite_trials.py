@@ -46,7 +46,7 @@ def test_tries_of_another_rubric_are_others(tmp_path: Path) -> None:
     ("old", "new", "words"),
     [
         ('source = "judge.restraint"', 'source = "judge.tact"', "there is no judge.rubrics.tact"),
-        ("votes = 3", "votes = 5", "is not to be trusted: "),
+        ("votes = 3", "votes = 5", "cannot be trusted: "),
     ],
 )
 def test_what_is_wrong_with_a_suite_is_named_before_a_run(tmp_path: Path, old: str, new: str, words: str) -> None:

@@ -38,9 +38,9 @@ def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
             try:
                 wait_until(lambda: supervisor.check() or bool(message), timeout_s=START_S)
                 events.write(PhaseStarted(phase="rl"))
-                assert "midtrain waits for room on a disk" in message[0]
+                assert "midtrain waits for free space on a disk" in message[0]
                 assert f"{folder.path} has 0 bytes free" in message[0]
-                assert "make room there and it goes on" in message[0]
+                assert "free some space there, and midtrain continues" in message[0]
                 filler.unlink()
                 full = supervisor.statuses["midtrain"].pid
                 wait_until(lambda: supervisor.check() or supervisor.statuses["midtrain"].pid != full, timeout_s=START_S)

@@ -24,10 +24,10 @@ from etude.models.spec import TINY
 from etude.objects import ObjectStore
 from etude.run.folder import RunFolder, start_from
 from etude.run.numerics import published_state
-from etude.run.payload_store import open_feedback
 from etude.run.publishing import WeightPublishing
 from etude.run.step_commits import payload_refs, sweep_payloads
 from etude.run.store_outages import StoreOutages
+from etude.run.stores import open_feedback
 from etude.run.trainer import (
     MAX_EMPTY_STEPS,
     TrainerProcess,
@@ -217,7 +217,7 @@ def test_a_trainer_that_cannot_read_recent_versions_measures_less_and_goes_on(
     assert record is not None
     (Path(run.store) / pack_key(record.packs[0].digest)).unlink()
     run_trainer(run)
-    assert "what weight version 2 sampled is not measured: " in caplog.text
+    assert "the mismatch of weight version 2 is not measured: " in caplog.text
     assert (whole := log.read(4)) is not None
     assert whole.base is None, "what cannot be read back is published whole"
 

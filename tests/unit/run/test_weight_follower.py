@@ -146,7 +146,7 @@ def test_a_store_that_fails_in_the_middle_of_the_way_costs_nothing_but_time(
         place.unlink()
         place.symlink_to(place)  # cannot be read, and is not missing
         moving = asyncio.create_task(follower.update(updater))
-        await until(lambda: "is away and waited for" in caplog.text)
+        await until(lambda: "is unavailable, waiting for it" in caplog.text)
         assert updater.version == 0
         place.unlink()
         place.write_bytes(data)

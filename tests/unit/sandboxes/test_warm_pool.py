@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
 
+from command_results import ended
 from etude.errors import SandboxError, SandboxesBusy, Unsupported
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
@@ -65,16 +66,9 @@ class PlainSandbox:
         self.close_failures: list[Exception] = []
         self.dead = False
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        timeout_s: float = 5.0,
-        environment: Mapping[str, str] | None = None,
-    ) -> ExecResult:
+    async def exec(self, argv: Sequence[str], **_: object) -> ExecResult:
         await asyncio.sleep(float(argv[0]))
-        return ExecResult(exit_code=0, stdout="", stderr="", timed_out=False, truncated=False, seconds=0.0)
+        return ended()
 
     async def read_file(self, path: str) -> str | None:
         return self.files.get(path)

@@ -71,6 +71,8 @@ def test_a_step_of_the_trainer_is_its_operations_over_its_peak(spec: ModelSpec) 
     assert least_s < trainer_s(planned) < 1.6 * least_s  # attention; what is computed again
     faster = fleet(spec, load_plan("h100", ["assumptions.training_share=1.0"]))
     assert trainer_s(faster) < 0.6 * trainer_s(planned)
+    in_fp8 = fleet(spec, load_plan("h100", ["assumptions.training_share=1.8"]))
+    assert trainer_s(in_fp8) < 0.6 * trainer_s(faster)
     assert trainer_s(replace(planned, ranks=12)) < 0.6 * trainer_s(planned)
 
 

@@ -355,7 +355,7 @@ def test_a_template_without_turn_ends_goes_on_behind_the_words(tmp_path: Path) -
     ("file", "content", "words"),
     [
         ("tokenizer.json", "{", "not a tokenizer"),
-        ("tokenizer_config.json", "[]", "not a JSON object"),
+        ("tokenizer_config.json", "[]", "expected a JSON object"),
         ("tokenizer_config.json", "{}", "has no chat template"),
         ("tokenizer_config.json", '{"chat_template": [1]}', "no name or template"),
         ("tokenizer_config.json", '{"chat_template": "x", "eos_token": "<no>"}', "no eos_token '<no>'"),

@@ -8,7 +8,7 @@ import pytest
 from typer.core import TyperGroup
 
 from etude.cli.main import load
-from stranger import SHORTER, Block, Failed, blocks, environment, follow, read, section, shortened, shown_in
+from stranger import SHORTER, Block, Failed, blocks, environment, follow, reachable, read, section, shortened, shown_in
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -128,6 +128,15 @@ def test_only_runs_of_the_quickstart_are_shortened() -> None:
     assert shortened("make demo", SHORTER).startswith("make demo ARGS='--set ")
     assert shortened("etude run agent.toml", SHORTER) == "etude run agent.toml"
     assert shortened("make demo", ()) == "make demo"
+
+
+def test_an_index_that_cannot_be_reached_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    command = "pip install torch==1 --index-url https://index.invalid/whl/cpu && pip install -e ."
+    left = "--index-url https://index.invalid/whl/cpu: not reachable from here"
+    assert reachable(command) == ("pip install torch==1 && pip install -e .", [left])
+    assert reachable("pip install -e .") == ("pip install -e .", [])
 
 
 def test_a_stranger_inherits_how_packages_are_fetched_and_nothing_else(

@@ -16,8 +16,8 @@ from etude.releases.store import ReleaseStore
 from etude.routing_table import Arm, RoutingTable
 from etude.run.folder import RunFolder
 from etude.run.live_rewards import LiveRewards
-from etude.run.payload_store import open_feedback
 from etude.run.routing_tables import RoutingTables
+from etude.run.stores import open_feedback
 from etude.telemetry.log import EventLog
 from etude.ui.live_view import live, session
 from etude.ui.routes import NotFound, RunQuery

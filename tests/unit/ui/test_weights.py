@@ -109,7 +109,7 @@ def test_a_fleet_is_what_its_stores_say_and_what_they_do_not_is_unknown(folder: 
     assert (health["serve@eu"], health["serve-1@eu"], health["relay@eu"]) == ("well", "ill", "waits")
     assert (health["serve@us"], health["serve-1@us"], health["serve@asia"]) == ("waits", "unknown", "unknown")
     assert (by_name["eu"]["version"], by_name["eu"]["sessions"], by_name["us"]["is_away"]) == (1, 4, True)
-    assert by_name["asia"]["remark"] == "nobody has looked yet"
+    assert by_name["asia"]["remark"] == "no supervisor has reported yet"
 
 
 def served(region: str, *, is_away: bool) -> RegionServed:

@@ -148,7 +148,7 @@ class Upkeep:
     """Effect of a refresh on the tasks that a suite had."""
 
     retired: Mapping[str, Retirement]
-    """Those that are tried no more from now on."""
+    """Tasks that are no longer tried."""
     difficulties: Mapping[str, tuple[str, str]]
     """Id → difficulty before and now, of those whose pass rate says another one."""
 

@@ -17,7 +17,7 @@ import aiohttp
 import orjson
 import typer
 
-from etude.cli.options import group
+from etude.cli.options import group, key_in
 from etude.dashboard.formatting import visible
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.run.folder import RunFolder
@@ -33,6 +33,8 @@ CALL_TIMEOUT = aiohttp.ClientTimeout(total=600.0, sock_connect=5.0)
 """For one whole reply."""
 KEY_S = 24 * 3600
 """Lifetime of a chat's key, in case it is never revoked."""
+KEY_VARIABLE = "OPENAI_API_KEY"
+"""Environment variable with the key of a gateway, unless ``--key-env`` names another one."""
 BARE = "a bare conversation with the model, without the agent, its tools or its sandbox; those: etude play RUN"
 HELP = "/new forgets the conversation · /system TEXT sets the instructions and forgets the rest · /quit"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -147,17 +149,22 @@ def chat(
     run: Annotated[str | None, typer.Argument(help="The run folder, or the URL of a run.")] = None,
     *,
     url: Annotated[str | None, typer.Option(help="A gateway, instead of a run.")] = None,
-    key: Annotated[str | None, typer.Option(help="A key for it.")] = None,
+    key_env: Annotated[
+        str, typer.Option(metavar="VAR", help=f"Variable with a key for it (default: {KEY_VARIABLE}).")
+    ] = "",
 ) -> None:
     """Talk with the newest weights, and see which version answered."""
-    if (run is None) == (url is None):
-        raise ConfigError("give either a run folder, or --url URL --key KEY")
-    if url is not None and key is not None:
-        chat_with(url, key)
-    elif run is not None and key is None:
+    if run is not None and url is None:
+        if key_env:
+            raise ConfigError(f"--key-env {key_env} has no effect on a run, whose own key is used: leave it out")
         chat_with_run(open_run_folder(run))
+    elif run is None and url is not None:
+        key = key_in(key_env, KEY_VARIABLE)
+        if not key:
+            raise ConfigError(f"--url {url} needs a key: export {KEY_VARIABLE}, or name its variable by --key-env")
+        chat_with(url, key)
     else:
-        raise ConfigError("--url and --key go together: a run's own key is in its folder")
+        raise ConfigError("give either a run folder, or --url URL")
 
 
 def chat_with_run(folder: RunFolder) -> None:

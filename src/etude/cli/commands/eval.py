@@ -8,7 +8,9 @@ Owns that and the progress on the way. Tries are :mod:`etude.run.evaluate`'s, fi
 
 import contextlib
 import json
+import math
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +37,9 @@ from etude.run.evaluate import EvalRequest, Progress, evaluate
 from etude.run.folder import RunFolder
 from etude.run.run_url import is_run_url
 from etude.run.working_folder import open_run_folder
+
+LINES_S = 10.0
+"""Seconds between lines of progress where no terminal shows a bar."""
 
 app = group()
 
@@ -134,8 +139,11 @@ def _tried(folder: RunFolder, request: EvalRequest) -> Evaluation:
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Progress]:
-    """A bar on a terminal while the context is open, beside what is printed; nothing elsewhere."""
+    """Progress on stderr while the context is open: a bar on a terminal, elsewhere a line every :data:`LINES_S`."""
     out = Console(stderr=True)
+    if not out.is_terminal:
+        yield _progress_lines(title)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -143,9 +151,24 @@ def progress_bar(title: str) -> Iterator[Progress]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=out, transient=True, disable=not out.is_terminal) as bars:
+    with Bars(*columns, console=out, transient=True) as bars:
         bar = bars.add_task(title, total=None)
         yield lambda ended, planned: bars.update(bar, completed=ended, total=planned)
+
+
+def _progress_lines(title: str) -> Progress:
+    """Progress as lines for a log, at most one every :data:`LINES_S`, and one at the end."""
+    started_s = time.monotonic()
+    printed_s, printed = -math.inf, -1
+
+    def show(ended: int, planned: int) -> None:
+        nonlocal printed_s, printed
+        now_s = time.monotonic()
+        if ended != printed and (now_s - printed_s >= LINES_S or ended == planned):
+            printed_s, printed = now_s, ended
+            print(f"[{now_s - started_s:6.0f} s] {title}: {ended} of {planned}", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _print_json(figures: Mapping[str, object]) -> None:

@@ -21,9 +21,9 @@ from etude.feedback.privacy import AuditEntry, DeletionRequest
 from etude.run.erasure import carry_out
 from etude.run.folder import RunFolder
 from etude.run.keys import PSEUDONYM_DIGITS, KeyRole, pseudonym
-from etude.run.payload_store import open_feedback, open_ledger, open_releases
 from etude.run.process_name import FEEDBACK
 from etude.run.processes import run_process
+from etude.run.stores import open_feedback, open_ledger, open_releases
 from etude.run.working_folder import open_run_folder
 
 COMMAND = "etude feedback"

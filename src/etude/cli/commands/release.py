@@ -16,9 +16,9 @@ from etude.models.checkpoint import StoredCheckpoint, load_spec
 from etude.releases.states import PENDING_STATES
 from etude.releases.store import ReleaseRequest, RequestKind
 from etude.run.numerics import unfilled_model
-from etude.run.payload_store import open_releases
 from etude.run.process_name import RELEASE
 from etude.run.processes import run_process
+from etude.run.stores import open_releases
 from etude.run.working_folder import open_run_folder
 
 By: TypeAlias = Annotated[str, typer.Option("--by", metavar="NAME", help="Who asks (default: the user's name).")]

@@ -30,7 +30,7 @@ from etude.errors import ConfigError
 from etude.ledger.archive import Archive, Order, RolloutOutcome, Search, parse_comparison
 from etude.ledger.changes import TRAIN
 from etude.run.folder import RunFolder
-from etude.run.payload_store import open_archive
+from etude.run.stores import open_archive
 from etude.run.working_folder import open_run_folder
 from etude.types import Json as JsonValue
 

@@ -7,7 +7,6 @@ Owns options and what is printed. Tries are :mod:`etude.run.suite`'s, figures :m
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -31,7 +30,7 @@ from etude.cli.commands.build_suite import (
 from etude.cli.commands.eval import progress_bar
 from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
 from etude.cli.commands.show import console
-from etude.cli.options import Json, Overrides, group
+from etude.cli.options import Json, Overrides, group, key_in
 from etude.config.loading import is_recipe, read_tree
 from etude.config.tasks import MachineKind
 from etude.dashboard.evaluation import TokenPrices, comparison_table, differences, evaluation_table, figures
@@ -307,6 +306,8 @@ def _try_run(suite: Suite, run: str, limits: TryLimits, out: Path, overrides: li
     """Try weights of a run. Raises :class:`~etude.errors.ConfigError` for options that would have no effect."""
     if overrides:
         raise ConfigError("--set would have no effect with --run, which has a recipe of its own: leave it out")
+    if limits.temperature != 1.0:
+        raise ConfigError("--temperature would have no effect with --run, whose model is tried at 1: leave it out")
     path, colon, version = run.rpartition(":")
     if not colon or not version.isdigit():
         path, version = run, ""
@@ -335,14 +336,7 @@ def _memory_lines(memory: MemoryCheck) -> Iterator[str]:
 
 def _upstream(url: str, model: str, api: Api, key_env: str, extra: str) -> Upstream:
     """The model that the options name. Raises :class:`~etude.errors.ConfigError`."""
-    return Upstream(url=url, model=model, api=api, key=_key(key_env, api), extra=_json_object(extra))
-
-
-def _key(variable: str, api: Api) -> str:
-    """The key in a variable, which must be there where it is named. Raises :class:`~etude.errors.ConfigError`."""
-    if variable and not os.environ.get(variable):
-        raise ConfigError(f"--key-env {variable}: the variable is not set; export it, or name another one")
-    return os.environ.get(variable or KEY_VARIABLES[api], "")
+    return Upstream(url=url, model=model, api=api, key=key_in(key_env, KEY_VARIABLES[api]), extra=_json_object(extra))
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class NativeEngine:
         drafts = config.native.draft_tokens
         if drafts and weights.model.draft is None:
             raise ValueError(
-                f"engine.options.draft_tokens = {drafts} needs a model with a draft head, which this is not"
+                f"engine.options.draft_tokens = {drafts} needs a model with a draft head: this model has none"
             )
         pages = -(-config.resolved_cache_tokens // PAGE)
         self._cache = PagedCache(weights.model, pages, record_routes=record_routes, drafts=drafts > 0)
@@ -281,7 +281,7 @@ class NativeEngine:
         for end, work in zip(ends, plan, strict=True):
             if work.request.scored_from is not None:
                 scorer = self._calls[work.request].scorer
-                assert scorer is not None, "logprobs are wanted by nobody"
+                assert scorer is not None, "no call requests these logprobs"
                 scorer.add(self._weights.model, hidden_NH[end - work.count : end], work.start)
 
     def _append(self, works: Sequence[ScheduledTokens], drawn: Drawn) -> None:

@@ -447,7 +447,7 @@ class Scheduler:
                 f"the engine's max_length is {self._max_length}, its cache has {self._pages} pages of {PAGE} tokens"
             )
         if self.waiting >= self._max_waiting:
-            raise EngineBusy(f"{self.waiting} requests are waiting, which is all this engine takes: ask again later")
+            raise EngineBusy(f"{self.waiting} requests are waiting, the most that this engine queues: retry later")
         request.arrival = self._arrivals
         self._arrivals += 1
         self._queue.enqueue(request)

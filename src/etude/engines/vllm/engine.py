@@ -295,7 +295,7 @@ class VllmEngine:
         path = f"/reset_prefix_cache?reset_running_requests={str(again).lower()}"
         answer = await self._client.post(path, timeout_s=self._limits.load_s)
         if again and not answer["success"]:
-            raise EngineUnavailable("vLLM did not throw away what running requests read under the old weights")
+            raise EngineUnavailable("vLLM did not discard the keys that running requests computed with the old weights")
 
     async def _prove(self, digest: str) -> None:
         if (actual := await self.digest()) != digest:

@@ -180,8 +180,8 @@ class Conversation:
         answer = self._same_call(call, [recorded])
         if answer is None:
             raise ValueError(
-                f"session {self.session_id} was forked and is replayed, {len(self._replays)} calls from where it was; "
-                "this call is not the one that came then: a harness must do the same as before"
+                f"session {self.session_id} is a fork that must first repeat {len(self._replays)} calls; this call "
+                "differs from the next of them: a harness must repeat its calls exactly"
             )
         self._replays.popleft()
         if request_id:

@@ -1,12 +1,12 @@
 """Live sessions: conversations of production users who consented to training, stored permanently as they happen.
 
-    first call of a session   consent ─▶ recorded, under an id of its own; none ─▶ not recorded, whatever comes later
-    each answer               its turns are on the disk before the caller gets it (of a stream: its last event)
-    a call that says none     consent is withdrawn: everything of the session is forgotten
+    first call of a session   consent ─▶ recorded, under its own id; none ─▶ not recorded, whatever follows
+    each answer               its turns are on disk before the caller gets it (of a stream: its last event)
+    a call with none          consent is withdrawn: everything recorded of the session is deleted
     closed, or idle           the session ends
 
-    X-Etude-Consent: train | none     default: the key's, which is none unless it was made so
-    X-Etude-User      the product's name of its user; becomes a pseudonym here, and is nowhere as it came
+    X-Etude-Consent: train | none     default: that of the key, which is none unless created with train
+    X-Etude-User      the product's name of its user; stored only as a pseudonym
     X-Etude-Template  the kind of request       X-Etude-Region  where the user is
 
 Owns which conversations are recorded and their metadata. A :class:`LiveJournal`, supplied by ``run``, stores them.

@@ -4,7 +4,8 @@
 
     acquire ──▶ GRANTED ──release──▶ RELEASED    a permit was free
             ├─▶ WAITING ──due────▶ GRANTED       one became free, or EXPIRED: the call's deadline came first
-            └─▶ REFUSED                          the queue is full, or the call gave way to one of a shorter queue
+            └─▶ REFUSED                          the queue is full, or the call was dropped for an account with a
+            shorter queue
 
 Owns the number of calls at the engines and the queue for permits. :class:`AdmissionController` is the pure core: no
 clock, ``now`` is an argument, in seconds. :class:`AdmissionQueue` is its async shell: consumes calls; produces permits;
@@ -483,7 +484,7 @@ class InflightCalls:
     def check_open(self) -> None:
         """Raise :class:`~etude.gateway.api.calls.ApiError` with 503 while the gateway drains."""
         if self.draining:
-            raise ApiError(503, "draining", "this gateway is stopping: ask another one, or this one again in a while")
+            raise ApiError(503, "draining", "this gateway is stopping: use another one, or retry later")
 
     @contextmanager
     def call(self) -> Iterator[None]:

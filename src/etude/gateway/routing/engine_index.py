@@ -34,7 +34,7 @@ class _IndexedEngine:
     load: int
     """Its calls in progress, as far as the router knows."""
     waiting: int
-    """Those of its calls that wait in its own queue."""
+    """Its calls that wait in its own queue."""
 
 
 @dataclass(slots=True, eq=False)

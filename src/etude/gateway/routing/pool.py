@@ -1,7 +1,7 @@
 """The engines behind a gateway as one engine: a call whose engine dies is retried on another one.
 
     call ──▶ Router.choose ──▶ engine ──▶ answer            polls ──▶ Router.report
-               ▲                 │ lost: another one, or the same once it was heard of again
+               ▲                 │ lost: another one, or the same once it answers again
                └─────────────────┘ busy: another one, or a pause
 
 Owns the calls in progress, their deadlines and the recovery of a turn whose engine fails.
@@ -258,7 +258,7 @@ class EnginePool:
             if choice.name is not None:
                 return choice.name
             if choice.reason is Reason.VERSION and not options.wait_for_version:
-                assert options.min_version is not None and choice.newest is not None, "no version was asked for"
+                assert options.min_version is not None and choice.newest is not None, "no version was requested"
                 raise VersionPending(options.min_version, choice.newest)
             pause_s = call.pause(self._clock.now(), self._limits.outage_s, self._random.random())
             self.counters.pauses += 1
@@ -406,9 +406,9 @@ class _RoutedCall:
         """
         left_s = self.deadline - now
         if left_s <= 0:
-            raise self.give_up(f"no engine took the call within {self.options.deadline_s:g} s")
+            raise self.give_up(f"no engine accepted the call within {self.options.deadline_s:g} s")
         if not self.busy and self.outage_s >= outage_s:
-            raise self.give_up(f"no engine could be had for {self.outage_s:.1f} s")
+            raise self.give_up(f"no engine was available for {self.outage_s:.1f} s")
         self.pauses += 1
         pause_s = min(BACKOFF.delay_s(self.pauses, chance), left_s)
         self.outage_s += 0.0 if self.busy else pause_s
@@ -471,7 +471,7 @@ class StreamedTurn:
         """
         sent = self._sent()
         if lost := self._loss():
-            raise EngineUnavailable(f"a turn broke off after {len(sent)} tokens; {lost} is lost, ask again") from error
+            raise EngineUnavailable(f"a turn broke off after {len(sent)} tokens; {lost} is lost: call again") from error
         prompt, params = self._original
         self.prompt = prompt + sent
         self.params = replace(

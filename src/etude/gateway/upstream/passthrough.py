@@ -37,6 +37,7 @@ from etude.gateway.upstream.translation import (
     request_of,
 )
 from etude.gateway.upstream.words import CallTranscript
+from etude.key_comparison import same_key
 from etude.protocols import Clock, Session
 from etude.types import Finish, Turn
 
@@ -191,7 +192,7 @@ class Passthrough:
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if session is None:
             return _api_error(404, "there is no such session (any more)", "session_not_found")
-        if not secrets.compare_digest(given.encode(errors="surrogateescape"), session.key.encode()):
+        if not same_key(given, session.key):
             return _api_error(401, "this is not the key of the session", "invalid_api_key")
         return session
 

@@ -1,11 +1,11 @@
-"""Grader of answers: the agent's last words against the right ones, by the rule that the task names.
+"""Grader that compares the agent's final message with the right answer, by the rule that the task names.
 
-    exact        the same words in the same order, white space aside
-    normalised   likewise, but for case, articles, punctuation around words and commas in numbers
-    choice       the same letter: the one that is given alone, or the last one that is called the answer
-    math         the same number, expression, set, …: what is no plain number by math-verify, in a process of its own
+    exact        the same words in the same order; white space is ignored
+    normalised   the same words; case, articles, punctuation around words and commas in numbers are ignored, too
+    choice       the same letter: the only one given, or the last one that is called the answer
+    math         the same number, expression, set, …; math-verify compares all but plain numbers, in a separate process
 
-What a model wrote is hostile input. Words and letters are found by patterns that are linear in the text; nothing here
+A model's output is hostile input. Words and letters are found by patterns that are linear in the text; nothing here
 evaluates it (:mod:`etude.rewards.graders.math_worker` says how mathematics is kept within bounds).
 """
 
@@ -19,14 +19,14 @@ from etude.rewards.graders.math_checker import MathChecker
 from etude.types import AnswerChecks, Task
 
 SUBMITTED = "submit"
-"""The one reason for stopping that asks for a reward."""
+"""The only finish reason that can earn a reward."""
 ARTICLES = frozenset({"a", "an", "the"})
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 """Comma that groups the digits of a number."""
 AROUND = string.punctuation + "“”‘’«»…–—"
-"""Punctuation that is no part of a word when it stands at its ends."""
+"""Punctuation that is ignored at both ends of a word."""
 SIGNED = re.compile(r"[-+]?\.?\d")
-"""Beginning of a number, whose sign and point belong to it."""
+"""Start of a number, including its sign and decimal point."""
 CHOSEN = re.compile(r"(?i:answer|choice|option)(?i: is)?\W{0,4}([A-Z])\b")
 BRACKETED = re.compile(r"\(([A-Z])\)")
 ALONE = re.compile(r"\W*([A-Za-z])(?:\W.*)?", re.DOTALL)
@@ -35,9 +35,9 @@ BOXED = "\\boxed{"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 PLAIN = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+|/0*[1-9][0-9]*)?")
 LONGEST_NUMBER = 100
-"""Characters of a number that is compared here."""
+"""Maximum length, in characters, of a number that is compared in this process."""
 LONGEST_LINE = 400
-"""Characters at the end of a line that is searched for an answer in mathematics."""
+"""Number of characters at the end of a line that are searched for a mathematical answer."""
 
 
 class AnswerGrader:
@@ -47,12 +47,12 @@ class AnswerGrader:
         self._math = MathChecker()
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """1.0 if the agent ended its session with the right answer, else 0.0.
+        """Return 1.0 if the agent submitted the right answer, else 0.0.
 
-        Parts: ``submitted``, 0 or 1; ``wrong``, 1 for an answer that was given and is not right;
-        ``facts_answered``, the share of the facts that the answer takes which stand in it, where the task names them.
-        Raises ``ValueError`` for a task that is graded in another way, and
-        :class:`~etude.errors.InfrastructureError` where the process that compares mathematics fails.
+        Parts: ``submitted``, 0 or 1; ``wrong``, 1 for a submitted answer that is not right; ``facts_answered``, the
+        share of the task's required facts that occur in the answer, if the task names any.
+        Raises ``ValueError`` for a task with another kind of checks, and
+        :class:`~etude.errors.InfrastructureError` if the process that compares mathematics fails.
         """
         checks = task.checks
         if not isinstance(checks, AnswerChecks):
@@ -86,12 +86,12 @@ class AnswerGrader:
 
 
 def given_answer(text: str, after: str) -> str:
-    """The answer in a message: what stands behind the last ``after``, nothing where that is missing."""
+    """The answer in a message: the text behind the last ``after``, empty if ``after`` is missing."""
     return (text.rpartition(after)[2] if after in text else "").strip() if after else text.strip()
 
 
 def normalised(text: str) -> list[str]:
-    """The words of an answer without what says nothing: case, articles, punctuation around them."""
+    """The words of an answer without case, articles and the punctuation around them."""
     words = THOUSANDS.sub("", unicodedata.normalize("NFKC", text)).casefold().split()
     return [bare for word in words if (bare := _bare(word)) and bare not in ARTICLES] or words
 
@@ -105,7 +105,7 @@ def _bare(word: str) -> str:
 
 
 def chosen(text: str) -> str:
-    """The letter of a choice; empty where none is named."""
+    """The letter of a choice; empty if the text names none."""
     text = " ".join(text.split())
     if " " in text and (named := CHOSEN.findall(text) or BRACKETED.findall(text)):
         return str(named[-1]).upper()
@@ -114,8 +114,8 @@ def chosen(text: str) -> str:
 
 
 def mathematics(text: str) -> str:
-    """The mathematics that a message ends in: what is boxed; else, of its last line, what stands last between dollars,
-    or behind ``is`` or a colon, of which in a sentence the last number.
+    """The mathematical answer at the end of a message: the last ``\\boxed`` expression. Without one, the last formula
+    between dollars in the last line, or the text behind ``is`` or a colon; if that is a sentence, its last number.
     """
     if BOXED in text:
         return _balanced(text.rpartition(BOXED)[2])
@@ -131,7 +131,9 @@ def mathematics(text: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """The number that a text is, ``-1,234.5`` or ``3/4``; ``None`` for anything else: no process has to compare two."""
+    """The number in a text such as ``-1,234.5`` or ``3/4``; ``None`` if it is anything else. Plain numbers need no
+    worker process to be compared.
+    """
     plain = THOUSANDS.sub("", text.strip())
     if len(plain) > LONGEST_NUMBER or not PLAIN.fullmatch(plain):
         return None
@@ -139,7 +141,7 @@ def number(text: str) -> Fraction | None:
 
 
 def _balanced(text: str) -> str:
-    """The text up to the brace that closes what was opened before it."""
+    """The text up to the brace that closes the one opened before it."""
     depth = 1
     for place, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")

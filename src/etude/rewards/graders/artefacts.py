@@ -1,14 +1,14 @@
-"""Artefacts that are copied from the agent's sandbox to the grading sandbox, and those that are not. Pure.
+"""Selection of the artefacts that are copied from the agent's sandbox to the grading sandbox. Pure.
 
     original ──┐
-               ├──carry──▶ Carried: what is written, what is removed, what was left behind
+               ├──carry──▶ Carried: entries that are written, removed, or not copied
     agent's  ──┘
 
-The agent's files replace the original ones, and what it deleted is deleted. Three kinds of things are the grader's
-ground, which stays as it was, whatever the agent has there: hidden tests, and the folders named ``tests`` that they
-lie in; files that tell a test runner or the interpreter what to do before any test is run; and compiled files, which
-none can read. Links that lead out of the working folder are left behind, too. Being left behind is no offence: it is
-counted, and the rest is graded.
+The agent's files replace the original ones, and files that it deleted are deleted. Three kinds of entries are protected
+and stay as in the original, whatever the agent has there: hidden tests, and the folders named ``tests`` that contain
+them; files that configure a test runner or the interpreter before any test runs; and compiled files, which cannot be
+reviewed. Links that lead out of the working folder are not copied, either. An entry that is not copied is no offence:
+it is counted, and the rest is graded.
 """
 
 import posixpath
@@ -23,17 +23,17 @@ SETTINGS = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
     | {"pyproject.toml", ".coveragerc", "pyvenv.cfg", "sitecustomize.py", "usercustomize.py", "pytest.py", "pluggy.py"}
 )
-"""Files that are read, or imported, by a test runner or an interpreter that starts."""
+"""Files that a test runner or an interpreter reads or imports at its start."""
 RUNNERS = frozenset({"pytest", "_pytest", "pluggy", "sitecustomize", "usercustomize", "__pycache__", ".pytest_cache"})
-"""Folders that stand for such files."""
+"""Folders that have the same effect."""
 METADATA = (".dist-info", ".egg-info")
-"""Suffixes of folders that announce plugins."""
+"""Suffixes of folders that register plugins."""
 BINARIES = re.compile(r"\.(pyc|pyo|pyd|dll|dylib|pth|egg-link|egg)$|\.so(\.[0-9.]+)?$")
-"""Files that no person can read, or that run, or redirect, what an interpreter imports when it starts."""
+"""Files that cannot be reviewed, or that run code or redirect imports when an interpreter starts."""
 SCRIPTS = (".py", ".sh", ".ini", ".cfg", ".toml")
-"""Suffixes of a command's words that name files."""
+"""Suffixes of those words of a command that are file names."""
 TEST_FOLDERS = frozenset({"test", "tests"})
-"""Folders that belong to the hidden tests in them as a whole: helpers and data are part of a test."""
+"""Folders that are protected as a whole if they contain hidden tests: helpers and data are part of a test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,25 +43,25 @@ class Carried:
     entries: tuple[Entry, ...]
     """Written there."""
     removed: tuple[str, ...]
-    """Deleted there before: the agent has it no more, or has something else in its place."""
+    """Deleted before: the agent deleted it, or has an entry of another kind in its place."""
     left: tuple[str, ...]
-    """Not taken along, and not the same as in the original."""
+    """Not copied, although different from the original."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Names that the agent must not change."""
+    """Paths that the agent must not change."""
 
     files: frozenset[str]
     """Hidden tests, and files that the command names."""
     folders: frozenset[str]
-    """Test folders that hold any of them."""
+    """Test folders that contain any of them."""
     ancestors: frozenset[str]
     """Folders above any of them."""
 
     @classmethod
     def of(cls, tests: Iterable[str], command: Sequence[str] = ()) -> "Ground":
-        """The ground of some test files and the command that runs them."""
+        """The protected paths for the given test files and the command that runs them."""
         scripts = [word for word in command if word.endswith(SCRIPTS)]
         files = frozenset(posixpath.normpath(name) for name in (*tests, *scripts))
         above = {str(parent) for name in files for parent in PurePosixPath(name).parents} - {"."}
@@ -69,7 +69,7 @@ class Ground:
         return cls(files, folders, frozenset(above))
 
     def holds(self, name: str) -> bool:
-        """True for a file or folder that is the grader's."""
+        """True for a file or folder that is protected."""
         parts = PurePosixPath(name).parts
         if parts[-1] in SETTINGS or BINARIES.search(parts[-1]) or not RUNNERS.isdisjoint(parts):
             return True
@@ -80,9 +80,9 @@ class Ground:
 
 
 def carry(original: Iterable[Entry], agents: Iterable[Entry], ground: Ground) -> Carried:
-    """Select which of ``agents`` entries are copied; ``original`` are those of an untouched sandbox.
+    """Select the entries of ``agents`` to copy; ``original`` are the entries of an untouched sandbox.
 
-    Folders that hold nothing of the agent's are harmless, and are taken along wherever they are not the grader's.
+    Empty folders are harmless, and are copied unless they are protected.
     """
     before = {entry.name: entry for entry in original}
     taken: dict[str, Entry] = {}
@@ -103,7 +103,7 @@ def carry(original: Iterable[Entry], agents: Iterable[Entry], ground: Ground) ->
 
 
 def _bars(entry: Entry, ground: Ground) -> bool:
-    """True for an entry that would be in the way of a hidden test."""
+    """True for an entry that takes the place of a hidden test's parent folder."""
     return entry.kind is not EntryKind.FOLDER and entry.name in ground.ancestors
 
 
@@ -121,5 +121,5 @@ def _same(entry: Entry, other: Entry | None) -> bool:
 
 
 def _holds_kept(folder: str, before: Iterable[str], ground: Ground) -> bool:
-    """True for a folder that the agent deleted, and that has to stay for the grader's files in it."""
+    """True for a folder that must stay although the agent deleted it, since it contains protected files."""
     return folder in ground.ancestors or any(name.startswith(f"{folder}/") and ground.holds(name) for name in before)

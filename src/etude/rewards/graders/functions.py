@@ -1,10 +1,10 @@
 """Grader of a function in a file, and the dispatch to the grader of a task's checks.
 
-    FunctionChecks ──▶ the agent's file, in a fresh sandbox ──▶ its function on hidden arguments ──▶ right results?
+    FunctionChecks ──▶ the agent's file, in a fresh sandbox ──▶ its function on hidden arguments ──▶ results compared
 
-Expected results never enter a sandbox, so there is nothing to find there and nothing to fake
-(:mod:`etude.sandboxes.function_calls`). Only the file that a task asks for is carried over, as text: programs that the
-agent started, modules that it planted, settings that it changed, do not exist where it is graded.
+Expected results never enter a sandbox, so code in it can neither read nor fake them
+(:mod:`etude.sandboxes.function_calls`). Only the file that the task names is copied, as text: the grading sandbox has
+none of the processes, modules and settings that the agent left in its own.
 """
 
 from collections.abc import Mapping
@@ -46,12 +46,12 @@ class FreshGrader:
     """Copies the agent's file to a fresh sandbox for another grader; implements :class:`~etude.protocols.Grader`."""
 
     def __init__(self, grader: Grader, sandboxes: SandboxProvider) -> None:
-        """``sandboxes`` stays the caller's to close."""
+        """The caller closes ``sandboxes``."""
         self._grader = grader
         self._sandboxes = sandboxes
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """Grade the copy; a file that is gone, or is no file any more, is not copied. Raises like the other grader."""
+        """Grade the copy; a path that is missing or not a file is not copied. Raises like the wrapped grader."""
         path = task.function_checks.path
         try:
             text = await sandbox.read_file(path)
@@ -68,11 +68,11 @@ class GraderByKind:
     """Dispatches a task to the grader of its kind of checks; implements :class:`~etude.protocols.Grader`."""
 
     def __init__(self, graders: Mapping[type[Checks], Grader]) -> None:
-        """``graders`` has one for every kind that the run's tasks have."""
+        """``graders`` must have one for each kind of checks in the run's tasks."""
         self._graders = dict(graders)
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """Grade as the checks say. Raises like that grader, and :class:`~etude.errors.ConfigError` without one."""
+        """Grade by the kind of checks. Raises like that grader; :class:`~etude.errors.ConfigError` if there is none."""
         grader = self._graders.get(type(task.checks))
         if grader is None:
             raise ConfigError(

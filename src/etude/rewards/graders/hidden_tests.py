@@ -19,7 +19,7 @@ no reward at all. If only the time was too short, this machine is busy or slower
 (perhaps an emulated processor): the work is graded again with as much time as the untouched sandbox took. The task
 keeps this time limit until it is measured again, when its tests next run out of time.
 
-If an agent's work fills all of the space that it is given here, the fault is the agent's
+If an agent's work fills all of the disk space of a grading sandbox, the fault is the agent's
 (:class:`~etude.errors.AgentFault`).
 
 A hidden test brings its expected values into the process of the code under test, where they can be read. A probe brings
@@ -104,7 +104,7 @@ PREPARE_TIMEOUT_S = 60.0
 GRACE_S = 600.0
 """Life of a sandbox beyond its grading."""
 PACE = 4.0
-"""Factor by which the time for a task's tests is raised repeatedly, until it is enough on a slow machine."""
+"""Factor by which the time limit of a task's tests is raised until it is enough on a slow machine."""
 SOUND_TASKS = 4096
 """Number of tasks for which the result in an untouched sandbox is cached."""
 
@@ -277,7 +277,7 @@ class HiddenTestGrader:
 
     @asynccontextmanager
     async def _untouched(self, task: Task) -> AsyncIterator[Sandbox]:
-        """A sandbox of the task as its agent found it."""
+        """A sandbox with the task's original files, as its agent received it."""
         environment = task.environment or EnvironmentSpec()
         spec = replace(self._spec(environment), ttl_s=_test_checks(task).grading_s + self._slack_s + GRACE_S)
         if not environment.services:
@@ -335,13 +335,13 @@ class Findings:
 
 
 async def _artefacts(sandbox: Sandbox, task: Task) -> tuple[Entry, ...]:
-    """Entries at the paths of a task's artefacts. ``ValueError`` for what cannot be carried."""
+    """Entries at the paths of a task's artefacts. Raises ``ValueError`` for entries that cannot be copied."""
     return read_archive(await sandbox.export(_test_checks(task).artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES))
 
 
 async def _prepare(base: Sandbox, checks: TestChecks, original: Sequence[Entry], agents: Sequence[Entry]) -> int:
-    """Put the agent's files into an untouched sandbox; returns the number of files left out. ``ValueError`` for files
-    that cannot be written there.
+    """Put the agent's files into an untouched sandbox; returns the number of files that were not copied. Raises
+    ``ValueError`` for files that cannot be written there.
     """
     ground = Ground.of((*checks.files, *map(module_of, checks.must_pass)), checks.command)
     carried = carry(original, agents, ground)
@@ -365,7 +365,7 @@ async def _run_in_fork(base: Sandbox, task: Task, plan: HiddenTestPlan, timeout_
 
 
 async def _run(sandbox: Sandbox, task: Task, plan: HiddenTestPlan, timeout_s: float) -> Report:
-    """Put the hidden tests into a sandbox, as a plan has them, and run them there."""
+    """Write the hidden tests, as the plan changes them, into a sandbox, and run them there."""
     checks = _test_checks(task)
     if len(checks.must_pass) > REPORT_LIMIT:
         raise SandboxError(f"task {task.task_id} names {len(checks.must_pass)} tests, at most {REPORT_LIMIT}: split it")

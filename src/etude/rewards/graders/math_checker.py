@@ -1,13 +1,13 @@
-"""Comparison of answers as mathematics, in a process that is killed when it does not answer.
+"""Comparison of mathematical answers in a worker process that is killed if it does not respond.
 
     MathChecker.is_equal ──▶ [right, given] ──▶ worker process ──▶ right, wrong, unreadable
 
 - consumes: pairs of answers, one at a time
-- waits for: the worker to be ready, for a word on each pair; each with a deadline
+- waits for: the worker to start, and its verdict on each pair; each with a deadline
 - on shutdown: the worker is killed
 
-The limits of a single comparison are the worker's (:mod:`etude.rewards.graders.math_worker`); the deadlines here are
-for a worker that hangs or died itself, which is no fault of an answer: :class:`~etude.errors.InfrastructureError`.
+The worker itself limits each comparison (:mod:`etude.rewards.graders.math_worker`). The deadlines here are for a worker
+that hangs or dies, which is not the answer's fault: :class:`~etude.errors.InfrastructureError`.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from etude.errors import InfrastructureError
 from etude.rewards.graders import math_worker
 
 PROGRAM = (sys.executable, "-I", str(Path(math_worker.__file__)))
-"""Apart from this process: no module of a recipe, no variable decides what it imports."""
+"""Isolated (``-I``, empty environment): neither a recipe's modules nor variables change its imports."""
 START_S = 300.0
-"""For sympy and math-verify to be loaded: seconds, on an idle machine."""
+"""Timeout, in seconds, for loading sympy and math-verify, even on a busy machine."""
 ANSWER_S = math_worker.LONGEST_S + 30.0
-"""For a word on one pair."""
+"""Timeout of the verdict on one pair, in seconds."""
 LONGEST_ANSWER = 1_000
-"""Characters of an answer that is read at all."""
+"""Maximum length of an answer, in characters; a longer one is never right."""
 
 
 class MathChecker:
-    """Asks one worker, which is started when it is first needed."""
+    """Client of one worker process, which starts at the first comparison."""
 
     def __init__(self) -> None:
         self._worker: Process | None = None
@@ -40,8 +40,8 @@ class MathChecker:
     async def is_equal(self, right: str, given: str) -> bool:
         """True if two answers are the same number, set, interval, expression, …
 
-        What cannot be read, or not within the limits, is not equal. Raises
-        :class:`~etude.errors.InfrastructureError` when the worker does not answer.
+        An answer that cannot be parsed, or that exceeds the limits, is not equal. Raises
+        :class:`~etude.errors.InfrastructureError` if the worker does not respond.
         """
         if len(given) > LONGEST_ANSWER:
             return False
@@ -52,7 +52,7 @@ class MathChecker:
                 worker.stdin.write(orjson.dumps([right, given]) + b"\n")
                 return await self._word(worker, ANSWER_S) == "right"
             except BaseException:
-                await self._stop()  # what it would say next might be about this pair
+                await self._stop()  # its next output could be the verdict on this pair
                 raise
 
     async def close(self) -> None:

@@ -1,12 +1,12 @@
-"""The program that compares answers as mathematics: ``python math_worker.py``, a process that can be killed.
+"""The program that compares mathematical answers: ``python math_worker.py``, a process that can be killed.
 
     one line of JSON on stdin: [right answer, given answer] ──▶ fork ──▶ math-verify ──▶ one word on stdout
 
-What a model wrote is hostile input, and math-verify hands it to antlr and sympy, which may compute for ever
-(``9^{9^{9^9}}``) or fill the memory. So each comparison is a process of its own with hard limits of processor time,
-time and memory, which the kernel enforces whatever C code is doing, and what it may leave behind ends with it. sympy
-reads numbers by way of ``eval``: here that takes nothing but a name, or a constructor with one number.
-Standard library and math-verify alone; :mod:`etude.rewards.graders.math_checker` is its other end.
+A model's output is hostile input, and math-verify passes it to antlr and sympy, which may compute for ever
+(``9^{9^{9^9}}``) or exhaust the memory. So each comparison runs in its own process with hard limits of processor time,
+elapsed time and memory. The kernel enforces them even inside C code, and all state ends with the process. sympy parses
+numbers with ``eval``: here that accepts only a name, or a constructor with one number.
+Imports only the standard library and math-verify; :mod:`etude.rewards.graders.math_checker` is the client.
 """
 
 import json
@@ -20,28 +20,26 @@ from collections.abc import Callable
 from typing import Any
 
 CPU_S, LONGEST_S = 3, 60.0
-"""Processor time of one comparison, a thousand times what an honest one takes; and time, should it ever wait."""
+"""Seconds of processor time for one comparison, a thousand times the usual need; and of elapsed time, if it blocks."""
 MEMORY_BYTES = 2 << 30
-"""Address space of one comparison, sympy's own modules included."""
+"""Address space of one comparison, including sympy's own modules."""
 EVALUATED = re.compile(r"\s*(?:[A-Za-z]\w*|(?:Integer|Float|Rational|Symbol)\s*\(\s*'?[A-Za-z0-9_.+-]*'?\s*\))\s*")
-"""All that sympy may evaluate: a name, and what it makes of one number or of the name of a unit. Nothing is called but
-four constructors.
-"""
+"""All that sympy may evaluate: a name, or one of four constructors with one number or the name of a unit."""
 RIGHT, WRONG = 10, 11
-"""Exit statuses of a comparison; any other: it could not be read, or not within its limits."""
+"""Exit statuses of a comparison; any other means that it failed to parse or exceeded a limit."""
 WORDS = {RIGHT: "right", WRONG: "wrong"}
 UNREADABLE = "unreadable"
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answer requests until stdin ends."""
     sys.dont_write_bytecode = True  # nothing may be written, not even by an import
     answers = os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     is_equal = load()
-    is_equal("x^2+1", "\\frac{2}{4}x+50\\%")  # loads what sympy loads late, so that no comparison has to
+    is_equal("x^2+1", "\\frac{2}{4}x+50\\%")  # triggers sympy's lazy imports, so that no comparison has to
     os.write(answers, b"ready\n")
     for line in sys.stdin:
         right, given = json.loads(line)
@@ -49,7 +47,7 @@ def main() -> None:
 
 
 def load() -> Callable[[str, str], bool]:
-    """The comparison of math-verify, without ``eval``."""
+    """The comparison function of math-verify, without unrestricted ``eval``."""
     logging.disable()
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy.parsing import sympy_parser
@@ -62,7 +60,7 @@ def load() -> Callable[[str, str], bool]:
         return evaluate(code, local_dict, global_dict)
 
     sympy_parser.eval_expr = evaluate_constructor
-    latex = (LatexExtractionConfig(),)  # the other way to extract, of plain expressions, evaluates what it finds
+    latex = (LatexExtractionConfig(),)  # the other extractor, of plain expressions, evaluates its matches
 
     def is_equal(right: str, given: str) -> bool:
         expected, actual = (
@@ -75,7 +73,7 @@ def load() -> Callable[[str, str], bool]:
 
 
 def compare(is_equal: Callable[[str, str], bool], right: str, given: str) -> str:
-    """The word for one comparison, made in a process of its own."""
+    """The verdict of one comparison, which runs in its own process."""
     child = os.fork()
     if not child:
         status = 1
@@ -89,7 +87,7 @@ def compare(is_equal: Callable[[str, str], bool], right: str, given: str) -> str
 
 
 def limit() -> None:
-    """Let the kernel end this process when it has had its share; it can write no file."""
+    """Let the kernel kill this process at its limits, and forbid it to write files."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))

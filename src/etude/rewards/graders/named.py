@@ -1,9 +1,9 @@
-"""Graders by name: a task says which grader it is for, and with which options.
+"""Graders by name: a task names its grader and the options for it.
 
     NamedChecks ──▶ name: tasks.graders, built in, module:Name ──▶ its Options ──▶ grader ──▶ grade
 
-A recipe says which code runs; a task, which may come from anywhere, only what it calls it. So a file is named in
-``tasks.graders`` alone.
+The recipe decides which code runs; a task, which may come from an untrusted source, only refers to it by name. So only
+``tasks.graders`` may name a file.
 """
 
 import json
@@ -20,15 +20,15 @@ from etude.types import NamedChecks, Task
 
 
 class MakeGrader(Protocol):
-    """The type of a thing that a task's ``grader`` names."""
+    """The type of a callable that a task's ``grader`` names."""
 
     def __call__(self, options: Section, context: GraderContext, /) -> Grader:
-        """The grader of one task."""
+        """Make the grader of one task."""
         ...
 
 
 class NamedGrader:
-    """Makes the grader that a task names, and lets it grade; implements :class:`~etude.protocols.Grader`."""
+    """Makes the grader that a task names, and grades with it; implements :class:`~etude.protocols.Grader`."""
 
     def __init__(self, names: Mapping[str, str], context: GraderContext) -> None:
         """``names`` is ``tasks.graders``."""
@@ -36,15 +36,15 @@ class NamedGrader:
         self._context = context
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """Grade as that one does. Raises like it, and like :func:`find_grader`."""
+        """Grade with the named grader. Raises like it, and like :func:`find_grader`."""
         make, options = find_grader(task, self._names)
         return await make(options, self._context).grade(task, sandbox, result)
 
 
 def find_grader(task: Task, names: Mapping[str, str]) -> tuple[MakeGrader, Section]:
-    """The grader that a task names, not yet made, and the options for it.
+    """The factory of the grader that a task names, and the validated options for it.
 
-    Raises :class:`~etude.errors.ConfigError` for a name that cannot be found, and for options that its class refuses.
+    Raises :class:`~etude.errors.ConfigError` for an unknown name, and for options that its class does not accept.
     """
     checks = task.checks
     assert isinstance(checks, NamedChecks), f"task {task.task_id!r} is graded by {type(checks).__name__}"

@@ -1,12 +1,12 @@
-"""A PostgreSQL client in the standard library alone, for the sandbox in which migrations are graded.
+"""A PostgreSQL client that needs only the standard library, for the sandbox in which migrations are graded.
 
-``psql`` obeys backslash commands in the scripts that it is fed, ``\\!`` among them; here a script is text that the
-server is sent as it is (the simple query protocol, version 3.0), so it can do what its role may do and no more. Every
-step has a connection of its own: settings, temporary tables and prepared statements of one step do not exist for the
-next. Also a program: reads a JSON list of steps from stdin and writes their answers to the file it is given.
+``psql`` executes backslash commands such as ``\\!`` in its scripts. This client sends a script unchanged to the server
+(the simple query protocol, version 3.0), so that it can only do what its role may do. Each step has its own connection:
+settings, temporary tables and prepared statements do not outlive a step. Also a program: it reads a JSON list of steps
+from stdin and writes their results to a file.
 
-Owns messages and values. Which steps there are, and what an answer is worth, is :mod:`etude.rewards.graders.queries`'.
-Imports nothing of étude: its source is sent into the sandbox.
+Owns messages and values. :mod:`etude.rewards.graders.queries` owns the steps and the judgement of their results.
+Imports nothing of étude, because its source is copied into the sandbox.
 """
 
 import json
@@ -21,13 +21,13 @@ PROTOCOL = 196608
 """Version 3.0."""
 CHUNK_BYTES = 1 << 16
 ROWS_BYTES = 1 << 16
-"""Limit of the values of one answer; rows beyond it are thrown away and the answer says so."""
+"""Maximum size of the values of one result; further rows are dropped, and the result says so."""
 MESSAGE_CHARACTERS = 500
 """Limit of a server's error message."""
 BOOL, INTEGERS, FLOATS, DOCUMENTS = 16, (20, 21, 23, 26), (700, 701), (114, 3802)
-"""Object ids of types whose values are more than text in JSON."""
+"""Object ids of types whose values are not text in JSON."""
 LOST, LATE = "lost", "late"
-"""Instead of an SQLSTATE: the connection broke, or time was up."""
+"""Values in place of an SQLSTATE: the connection broke, or the time was up."""
 
 
 class ServerFault(Exception):
@@ -44,12 +44,12 @@ class QueryStep(TypedDict):
     user: str
     database: str
     settings: dict[str, str]
-    """Settings of the session; they outrank those of the database or the role."""
+    """Settings of the session; they override those of the database and the role."""
     scripts: list[str]
     timeout_s: float
-    """For all of them together."""
+    """Time limit of all scripts together."""
     vital: bool
-    """True if its failure makes the steps after it pointless."""
+    """True if the following steps are pointless after its failure."""
 
 
 class PostgresConnection:
@@ -72,20 +72,20 @@ class PostgresConnection:
             raise
 
     def ask(self, sql: str) -> dict[str, Any]:
-        """Send one script and return the answer to its last question. Raises like the constructor.
+        """Send one script and return the result of its last statement. Raises like the constructor.
 
-        A dict: ``rows``, a list of lists of JSON values; ``cut``, whether there were more than are kept; ``open``,
+        A dict: ``rows``, a list of lists of JSON values; ``cut``, whether rows were dropped; ``open``,
         whether a transaction was left open.
         """
         self._send(b"Q", sql.encode("utf-8", "replace") + b"\0")
         return self._read_answer()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
     def _read_answer(self) -> dict[str, Any]:
-        """Everything up to the server's next prompt. The first complaint is raised once that is reached."""
+        """Read everything up to the server's next prompt, then raise the first error, if any."""
         fault: ServerFault | None = None
         types: list[int] = []
         rows: list[list[Any]] = []
@@ -95,7 +95,7 @@ class PostgresConnection:
                 kind, body = self._message()
             except ConnectionError:
                 if fault is not None:
-                    raise fault from None  # the last thing that a server says before it hangs up
+                    raise fault from None  # the server sends its last error before it closes the connection
                 raise
             if kind == b"T":
                 types, rows, size_bytes = _types(body), [], 0
@@ -115,7 +115,7 @@ class PostgresConnection:
                 return {"rows": rows, "cut": size_bytes > ROWS_BYTES, "open": body != b"I"}
 
     def _message(self) -> tuple[bytes, bytes]:
-        """The next message: its kind, and its body unless that is too long for anything that is of use."""
+        """Receive a message: its kind and its body, which is cut if it is too long to be useful."""
         head = self._exactly(5)
         size_bytes = struct.unpack("!I", head[1:])[0] - 4
         value = self._exactly(min(size_bytes, ROWS_BYTES + 1))
@@ -146,10 +146,10 @@ class PostgresConnection:
 
 
 def answer(folder: str, step: QueryStep) -> dict[str, Any]:
-    """The answer to the last script of one step, or to the first that failed: a dict.
+    """The result of a step's last script, or of the first that failed: a dict.
 
-    Beside :meth:`Connection.ask`'s: ``state``, an SQLSTATE, ``LOST``, ``LATE`` or nothing; ``message``; ``done``, how
-    many of the scripts succeeded.
+    In addition to the keys of :meth:`PostgresConnection.ask`: ``state``, an SQLSTATE, ``LOST``, ``LATE`` or empty;
+    ``message``; ``done``, the number of scripts that succeeded.
     """
     result: dict[str, Any] = {"rows": [], "cut": False, "open": False, "state": "", "message": "", "done": 0}
     try:
@@ -170,7 +170,7 @@ def answer(folder: str, step: QueryStep) -> dict[str, Any]:
 
 
 def _types(body: bytes) -> list[int]:
-    """The object ids of the columns that a row description describes."""
+    """The object ids of the columns in a row description."""
     types: list[int] = []
     place = 2
     for _ in range(struct.unpack("!H", body[:2])[0]):
@@ -181,7 +181,7 @@ def _types(body: bytes) -> list[int]:
 
 
 def _values(body: bytes, types: list[int]) -> list[Any]:
-    """One row in JSON's values."""
+    """One row as JSON values."""
     values: list[Any] = []
     place = 2
     for kind in types:
@@ -196,7 +196,7 @@ def _values(body: bytes, types: list[int]) -> list[Any]:
 
 
 def _value(text: str, kind: int) -> Any:
-    """One value: text is text, and so is whatever JSON has no word for (dates, money, decimals, NaN)."""
+    """One value; a type that JSON lacks (dates, money, decimals, NaN) stays text."""
     if kind == BOOL:
         return text == "t"
     if kind in INTEGERS:
@@ -212,7 +212,7 @@ def _fault(body: bytes) -> ServerFault:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the steps on stdin in order, write their answers to the named file, stop after a failed ``vital`` step."""
+    """Run the steps on stdin in order, write their results to the named file, stop after a failed ``vital`` step."""
     folder, target = arguments
     answers = []
     for step in json.load(sys.stdin):

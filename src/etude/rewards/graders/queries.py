@@ -40,7 +40,7 @@ ATTEMPTS = 2
 cause.
 """
 SERVER_GONE = frozenset({LOST, "57P01", "57P02", "57P03"})
-"""States that say that no server answers: a broken connection, a shutdown, a crash, a recovery."""
+"""States that mean that no server answers: a broken connection, a shutdown, a crash, a recovery."""
 
 OWNER_SETTINGS = {"statement_timeout": f"{MIGRATION_TIMEOUT_S:.0f}s", "client_min_messages": "error"}
 PINNED = {
@@ -61,7 +61,7 @@ PINNED = {
 PIN = "SELECT " + ", ".join(f"pg_catalog.set_config('{name}', '{value}', true)" for name, value in PINNED.items())
 """Pin again after SQL that may have run functions of the migration, which can change settings."""
 NOW = "SET CONSTRAINTS ALL IMMEDIATE"
-"""Check of deferred constraints at once."""
+"""Check deferred constraints immediately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class MigrationResult:
     right: int
     """Queries with the correct answer."""
     gone: bool
-    """True if the server crashed meanwhile."""
+    """True if the server crashed during the attempt."""
 
 
 class QueryGrader:
@@ -89,12 +89,13 @@ class QueryGrader:
         self._spec_of = spec_of
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """Apply the migration to a fresh database and ask: 1.0 if the agent submitted and all is right, else 0.0.
+        """Apply the migration to a fresh database and run the queries: 1.0 if the agent submitted and all are right,
+        else 0.0.
 
-        Parts: ``applied``, 0 or 1; ``queries_right``, the share of questions that were answered right, 0 if it was not
-        applied; ``submitted``. A migration that is missing, fails, hangs, leaves a transaction open or takes the server
-        down with it is not applied. Raises :class:`~etude.errors.SandboxError` when no database comes up, and like
-        ``sandboxes``; ``ValueError`` for a task without a sandbox or with other checks.
+        Parts: ``applied``, 0 or 1; ``queries_right``, the share of queries with the right result, 0 if the migration
+        was not applied; ``submitted``. A migration that is missing, fails, hangs, leaves a transaction open or crashes
+        the server is not applied. Raises :class:`~etude.errors.SandboxError` if no database starts, and like
+        ``sandboxes``; ``ValueError`` for a task without an environment or with other checks.
         """
         checks, environment = task.checks, task.environment
         if not isinstance(checks, QueryChecks) or environment is None or not (questions := len(checks.queries)):
@@ -147,7 +148,7 @@ def _role(asker: str) -> str:
 
 
 def migration_steps(checks: QueryChecks, migration: str, asker: str) -> list[QueryStep]:
-    """The steps after :func:`steps_before`: the migration, the asker's role, one step for each question."""
+    """The steps after :func:`steps_before`: the migration, the querying role, one step for each query."""
     return [
         _step(OWNER, DATABASE, OWNER_SETTINGS, [migration], MIGRATION_TIMEOUT_S),
         _step(
@@ -215,7 +216,7 @@ def _step(
 
 
 async def _answers(sandbox: Sandbox, steps: Sequence[QueryStep]) -> list[dict[str, Json]] | None:
-    """The answers to some steps, or ``None`` if the client in the sandbox ended before it wrote all of them."""
+    """The results of the steps, or ``None`` if the client in the sandbox ended before it wrote all of them."""
     file = f".answers-{secrets.token_hex(8)}"
     timeout_s = sum(step["timeout_s"] for step in steps) + GRACE_S
     command = ["python3", "-I", "-S", "-c", inspect.getsource(postgres_client), SOCKETS, file]
@@ -224,8 +225,8 @@ async def _answers(sandbox: Sandbox, steps: Sequence[QueryStep]) -> list[dict[st
 
 
 def read_answers(written: str | None) -> list[dict[str, Json]] | None:
-    """The answers that a client wrote; ``None`` if it did not, or they cannot be read: cut off, as by a full disk, or
-    rows of JSON nested a thousand levels deep.
+    """Parse the results that a client wrote; ``None`` if there are none, or if they are unreadable: truncated, as by a
+    full disk, or JSON nested a thousand levels deep.
     """
     try:
         return None if written is None else json.loads(written)

@@ -1,7 +1,7 @@
 """The grader of tasks that bring a verifier: a program that writes a reward file (Harbor).
 
     agent's sandbox ──export──▶ declared artefacts ──load──▶ fresh sandbox of the same image, as root     (for each run)
-                                                            ├── reward files cleared, /tests written
+                                                            ├── reward files removed, /tests written
                                                             ├── verifier, with a time limit
                                                             ├── its remaining processes are killed
                                                             └── /logs/verifier/reward.json or reward.txt
@@ -10,10 +10,10 @@ The agent never enters the sandbox in which it is graded. The verifier sees only
 files that the agent deleted are deleted there, too, and links that lead elsewhere are left out. The verifier's output
 is its log, never a verdict.
 
-If a verifier crashes, hangs or writes no reward, the cause is found like this: once per task the verifier runs in a
+If a verifier crashes, hangs or writes no reward, the cause is found as follows: once per task the verifier runs in a
 sandbox that no agent has touched. If it gives no verdict there, it is broken: :class:`~etude.errors.SandboxError` with
-its log, and the task is to be set aside. If it does, the agent's work is the cause: it is graded once more, and if
-there is no verdict again the reward is 0 with the part ``verified`` at 0. So no agent gains by breaking the verifier,
+its log, and the task should be set aside. If it does, the agent's work is the cause: it is graded once more, and if
+there is no verdict again, the reward is 0 with the part ``verified`` at 0. So no agent gains by breaking the verifier,
 and none loses by a verifier that was already broken.
 
 A verdict is only as good as its verifier: if it runs the agent's code as root or in its own process, that code can
@@ -77,13 +77,13 @@ REMEMBERED_TASKS = 4096
 OPEN_GIT: Mapping[str, str] = MappingProxyType(
     {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
 )
-"""Lets git, run as root, work in the agent's folder; acceptable because the sandbox ends with the verdict."""
+"""Lets git, run as root, work in the agent's folder; acceptable because the sandbox is closed after the verdict."""
 IMAGE_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt", "etc")
 """Allowed targets of links among the artefacts, beside the working folder: the image's own files, which the agent could
 read anyway. Not ``/tests``, which has the correct answers, nor ``/proc``, which has the verifier's command line.
 """
 TEST = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
-"""A test of a module that belongs to no class."""
+"""A module-level test function."""
 CLEAR = """
 for path; do
     case "$path" in
@@ -113,7 +113,7 @@ class NoReward:
 
     reason: str
     log: str = ""
-    """The end of what the verifier printed."""
+    """The end of the verifier's output."""
 
 
 class ScriptGrader:
@@ -182,7 +182,7 @@ class ScriptGrader:
                     await untouched.close()
                 try:
                     run.verdict = await self._verify(task, checks, artefacts)
-                except AgentFault as fault:  # where no agent was
+                except AgentFault as fault:  # although no agent has been there
                     run.verdict = NoReward(reason=f"the sandbox is too small for it: {fault}")
         if isinstance(run.verdict, NoReward):
             raise SandboxError(
@@ -247,7 +247,10 @@ def failing_twin(checks: ScriptChecks, rng: random.Random) -> ScriptChecks:
 
 
 def _paid(verdict: VerifierReward | NoReward, rewards: Sequence[float]) -> VerifierReward | NoReward:
-    """The verdict, if its value is one of the rewards that the task pays; otherwise ``NoReward``."""
+    """The verdict with its value set to the task's reward that equals it up to :data:`ROUNDING`.
+
+    ``NoReward`` if no reward does; a ``NoReward`` is returned unchanged.
+    """
     if isinstance(verdict, NoReward):
         return verdict
     nearest = min(rewards, key=lambda reward: abs(reward - verdict.value))
@@ -320,7 +323,7 @@ async def _prepare(sandbox: Sandbox, argv: list[str]) -> None:
 
 
 async def _run(sandbox: Sandbox, checks: ScriptChecks, agent: ImageUser) -> VerifierReward | NoReward:
-    """Put the verifier in place, run it and read what it wrote."""
+    """Write the verifier's files, run it and read its reward."""
     await _prepare(sandbox, ["sh", "-c", PREPARE, f"{agent.uid}:{agent.gid}"])
     for path, text in checks.files.items():
         await sandbox.write_file(f"{TESTS}/{path}", text)

@@ -1,8 +1,8 @@
 """Hidden test plans and test runs, canaries included. Pure.
 
-    real plan        every test as it is                                 all of them have to pass
-    canary-only      without the agent's code: finds tests that run      (an untouched sandbox)
-    mixed plans      each guarded test is a canary at random             canaries must not pass, all others have to
+    real plan        every test unchanged                               all of them have to pass
+    canary-only      without the agent's code: finds tests that run     (an untouched sandbox)
+    mixed plans      each guarded test is a canary at random            canaries must not pass, all others have to
 
 Guarded tests are those that the agent cannot know and that fail in every row without its work: a test that passes
 anyway, or that the agent has seen, would reveal by failing that it is a canary. Other tests are unchanged in every
@@ -90,7 +90,7 @@ class HiddenTestPlanner:
         return min(MOST_MIXED_PLANS, max(LEAST_MIXED_PLANS, math.ceil(COINS / tests))) if tests else 0
 
     def real(self) -> HiddenTestPlan:
-        """Every test as it is."""
+        """A plan with every test unchanged."""
         return HiddenTestPlan(real=frozenset(self._must_pass))
 
     def mixed(self) -> HiddenTestPlan:

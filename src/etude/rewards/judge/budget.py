@@ -63,7 +63,7 @@ class Prices:
     completion: float = 0.0
 
     def cost(self, spend: Spend) -> float:
-        """Price of what was used."""
+        """Price of ``spend``."""
         return (self.prompt * spend.prompt_tokens + self.completion * spend.completion_tokens) / 1e6
 
 
@@ -72,13 +72,13 @@ class BudgetLimit:
     """The upper limit of a judge budget."""
 
     per: Literal["rollout", "run"] = "run"
-    """For what: the recipe's keys end so."""
+    """Scope of the limit; the recipe's keys end with it."""
     calls: int
     tokens: int
     cost: float = float("inf")
 
     def holds(self, spend: Spend, prices: Prices) -> bool:
-        """True if so much may be used."""
+        """True if ``spend`` is within the limit."""
         return spend.calls <= self.calls and spend.tokens <= self.tokens and prices.cost(spend) <= self.cost
 
     def __str__(self) -> str:
@@ -96,18 +96,18 @@ class JudgeBudget:
         self.spent = spent or Spend()
         """Settled use."""
         self.elsewhere = Spend()
-        """Use by other processes under the same limit, as far as is known."""
+        """Use by other processes under the same limit, as of their last save."""
         self._allowance = allowance
         self._prices = prices
         self._out_of = out_of
         self._reserved = Spend()
 
     def portion(self, allowance: BudgetLimit) -> "JudgeBudget":
-        """A budget of its own that is filled out of this one, at the same prices."""
+        """A budget with its own limit that also counts against this one, at the same prices."""
         return JudgeBudget(allowance, self._prices, out_of=self)
 
     def reserve(self, most: Spend) -> bool:
-        """Reserve the most that a call may use; false, without a reservation, if there is not enough now."""
+        """Reserve the maximum that a call may use; false, without a reservation, if there is not enough now."""
         whole = self.spent + self.elsewhere + self._reserved + most
         fits = self._allowance.holds(whole, self._prices)
         if not fits or (self._out_of is not None and not self._out_of.reserve(most)):
@@ -116,7 +116,7 @@ class JudgeBudget:
         return True
 
     def shortage(self, most: Spend) -> str:
-        """Reason why so much cannot be reserved even after all reservations are released; empty if it could be."""
+        """The reason why ``most`` cannot be reserved even after all reservations are released; empty if it can."""
         spent = self.spent + self.elsewhere
         if not self._allowance.holds(spent + most, self._prices):
             return (
@@ -134,7 +134,7 @@ class JudgeBudget:
 
     @property
     def cost(self) -> float:
-        """Settled use, in money."""
+        """Settled use, in the currency of the prices."""
         return self._prices.cost(self.spent)
 
 
@@ -147,11 +147,11 @@ class SpendFile:
         self._name = f"judge-spend-{worker_id}.json"
 
     def load(self) -> Spend:
-        """Spend of this process so far. Raises :class:`~etude.errors.DamagedError` for a file that does not say."""
+        """Spend of this process so far. Raises :class:`~etude.errors.DamagedError` for a file that is not valid."""
         return Spend() if self._folder is None else _read(self._folder / self._name)
 
     def save(self, spent: Spend) -> Spend:
-        """Remember, and return what all others have spent. Raises like :meth:`load`, about their files."""
+        """Save, and return the spend of all other processes. Raises like :meth:`load`, about their files."""
         if self._folder is None:
             return Spend()
         fresh = self._folder / f"{self._name}.new"
@@ -182,7 +182,7 @@ class JudgePause:
 
     @property
     def reason(self) -> str:
-        """Reason of the pause, and what ends it; empty: judging goes on."""
+        """Reason of the pause, and the way to end it; empty if judging is not paused."""
         try:
             why = self._file.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:

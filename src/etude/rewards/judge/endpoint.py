@@ -1,8 +1,9 @@
 """Client of a judge's endpoint: an OpenAI chat completion, retried while the endpoint is busy.
 
-Owns the wire and the meaning of its answers. Any server of that API will do, our own gateway among them; whether
-replies are held to a JSON schema is the recipe's to say, for an endpoint that ignores the wish looks like one that has
-it. The key is sent and appears nowhere else: not in an error, a log or a cache. Does not know rubrics.
+Owns the HTTP requests and the interpretation of the responses. Any server of that API works, our own gateway included.
+The recipe declares whether the endpoint enforces a JSON schema, because one that ignores the parameter looks the same
+as one that supports it. The key is sent in requests and appears nowhere else: not in an error, a log or a cache. Does
+not know rubrics.
 """
 
 import asyncio
@@ -21,23 +22,23 @@ from etude.rewards.judge.prompts import Message
 from etude.types import Json
 
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-"""Statuses that mean: later. Anthropic says 529."""
+"""Statuses that mean: retry later. 529 is Anthropic's."""
 PAUSES = Backoff(first_s=0.1, longest_s=8.0, jitter=0.5)
-"""Between attempts."""
+"""Delays between attempts."""
 LONGEST_WISH_S = 60.0
-"""Pause that an endpoint may ask for; deadlines are the caller's."""
+"""Longest ``Retry-After`` that is respected, in seconds; the caller sets deadlines."""
 REFUSED = (400, 413, 422)
-"""Statuses that mean: not this question, now or later."""
+"""Statuses that reject this request permanently."""
 REFUSED_KEY = (401, 403)
-"""Statuses that mean: not with this key."""
+"""Statuses that reject the key."""
 LONGEST_BODY = 1 << 20
-"""Bytes of an answer that are read: a verdict has some hundred."""
+"""Maximum number of bytes of a response that are read; a verdict has a few hundred."""
 SHOWN = 200
-"""Characters of an answer that an error quotes."""
+"""Characters of a response that an error quotes."""
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
-"""The caller has the deadline."""
+"""The caller sets the deadline."""
 KEY_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
-"""For the question whether a key is taken."""
+"""Timeout of the request that checks the key."""
 HIDDEN_KEY = "[key]"
 """Replacement in an error where an endpoint repeated our key."""
 
@@ -48,11 +49,11 @@ class JudgeCall:
 
     messages: Sequence[Message]
     schema: Json
-    """JSON schema of the reply, where the endpoint enforces one."""
+    """JSON schema of the reply, for an endpoint that enforces one."""
     max_tokens: int
     temperature: float
     seed: int
-    """Different for each vote: an endpoint that repeats itself for equal questions would vote several times alike."""
+    """Different for each vote: an endpoint that is deterministic would repeat the same vote otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +63,9 @@ class ChatReply:
     text: str
     was_cut: bool
     used: Spend | None
-    """``None``: the endpoint does not count."""
+    """``None`` if the endpoint does not report usage."""
     identity: str
-    """Name that the endpoint gives itself: model and fingerprint."""
+    """Name that the endpoint reports: model and fingerprint."""
 
 
 class ChatEndpoint(Protocol):
@@ -72,12 +73,12 @@ class ChatEndpoint(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Reason of the last repeated call; empty: none was repeated."""
+        """Reason of the last retry; empty if there was none."""
         ...
 
     async def ask(self, call: JudgeCall) -> ChatReply:
-        """The answer. Raises :class:`~etude.errors.JudgeUnavailable` when repeating the call does not help, and its
-        subclass :class:`~etude.errors.JudgeLost` when waiting does not help either.
+        """Send a request and return the reply. Raises :class:`~etude.errors.JudgeUnavailable` if retries do not help,
+        and its subclass :class:`~etude.errors.JudgeLost` if waiting does not help either.
         """
         ...
 
@@ -87,37 +88,37 @@ class Address:
     """URL of a judge's endpoint, and the variant of its API."""
 
     url: str
-    """Base URL of the API, up to and with ``/v1``."""
+    """Base URL of the API, including ``/v1``."""
     model: str
     key: str = ""
     structured: bool = False
-    """True if it takes ``response_format`` with a JSON schema."""
+    """True if the endpoint supports ``response_format`` with a JSON schema."""
     limit_name: str = "max_tokens"
-    """Its name for the bound of a reply."""
+    """Name of the endpoint's parameter for the maximum length of a reply."""
 
     def __repr__(self) -> str:
         return f"Address(url={self.url!r}, model={self.model!r})"
 
 
 class Endpoint:
-    """Calls a model over HTTP; implements :class:`ChatEndpoint`. The caller bounds the time."""
+    """Calls a model over HTTP; implements :class:`ChatEndpoint`. The caller sets deadlines."""
 
     def __init__(self, http: aiohttp.ClientSession, address: Address) -> None:
         self._http = http
         self._address = address
         self._headers = {"Content-Type": "application/json"}
         self.trouble = ""
-        """Reason of the last repeated call; empty: none was repeated."""
+        """Reason of the last retry; empty if there was none."""
         self.identity = ""
-        """Name that the endpoint gave itself with its last answer."""
+        """Name that the endpoint reported in its last response."""
         if address.key:
             self._headers["Authorization"] = f"Bearer {address.key}"
 
     async def ask(self, call: JudgeCall) -> ChatReply:
-        """Ask until there is an answer; the caller sets the deadline.
+        """Send a request, with retries, until there is a reply; the caller sets the deadline.
 
-        Raises :class:`~etude.errors.JudgeUnavailable` where the endpoint refuses, with its reason, and its kind
-        :class:`~etude.errors.JudgeDeclined` where it refuses this very question.
+        Raises :class:`~etude.errors.JudgeUnavailable` with the reason if the endpoint returns an error, and its
+        subclass :class:`~etude.errors.JudgeDeclined` if it rejects this particular request.
         """
         body = orjson.dumps(self._body(call))
         for pause_s in PAUSES.delays():
@@ -129,8 +130,8 @@ class Endpoint:
         raise AssertionError("endless")
 
     async def takes_key(self) -> bool:
-        """Ask for the list of models, which costs nothing: false if the endpoint refuses the key, or a call without
-        one. Raises :class:`~etude.errors.JudgeUnavailable` where it does not answer.
+        """Check the key by requesting the list of models, which costs nothing: false if the endpoint rejects the key,
+        or a request without one. Raises :class:`~etude.errors.JudgeUnavailable` if it does not respond.
         """
         url = self._address.url.rstrip("/") + "/models"
         try:
@@ -153,7 +154,7 @@ class Endpoint:
         return body
 
     async def _attempt(self, body: bytes) -> ChatReply | float:
-        """An answer, or for how many seconds the endpoint asks to be left alone."""
+        """A reply, or the number of seconds to wait before the next attempt."""
         url = self._address.url.rstrip("/") + "/chat/completions"
         try:
             async with self._http.post(
@@ -180,7 +181,7 @@ class Endpoint:
             pass
         text = raw.decode(errors="replace")
         if self._address.key:
-            text = text.replace(self._address.key, HIDDEN_KEY)  # before it is cut: half a key is a secret, too
+            text = text.replace(self._address.key, HIDDEN_KEY)  # before truncation: half a key is a secret, too
         excerpt = text[:SHOWN]
         words = f"the judge at {self._address.url} answered HTTP {status}: {excerpt!r}"
         if status == 400 and "response_format" in excerpt:
@@ -211,7 +212,7 @@ def read_answer(answer: dict[str, object]) -> ChatReply:
 
 
 def _seconds(wish: str | None) -> float:
-    """Pause that ``Retry-After`` asks for, if it is a number of seconds; dates are left to the pauses."""
+    """Seconds to wait by ``Retry-After``, if it is a number; 0 for a date or a missing header."""
     if wish is None or not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", wish):
         return 0.0
     return min(LONGEST_WISH_S, float(wish))

@@ -1,11 +1,10 @@
-"""Hints by a judge: which turns of a session went wrong, and what would have helped just before each.
+"""Hints by a judge: which turns of a session went wrong, and the advice that would have helped just before each.
 
-    transcript, each turn in a fence of its own ──▶ one call ──▶ {"hints": [{"turn": 3, "text": "…"}], "nonce": "…"}
+    transcript, each turn between its own guards ──▶ one call ──▶ {"hints": [{"turn": 3, "text": "…"}], "nonce": "…"}
 
-What hints are for is :mod:`etude.rewards.shaping.hints`': the same policy with the hint in sight teaches the one
-without. A reply that cannot be read is asked for once more and then is no hint at all: nothing is lost by that but the
-hint. The text of a hint enters the context of a teacher, so it is one line of bounded length and without markers of
-roles.
+:mod:`etude.rewards.shaping.hints` uses the hints: the policy with the hint in its context teaches the same policy
+without it. If a reply cannot be parsed, the request is repeated once; after that there is no hint, and nothing else is
+lost. The text of a hint enters the context of a teacher, so it is one line of limited length without role markers.
 """
 
 from collections.abc import Sequence
@@ -20,13 +19,13 @@ from etude.types import Hint, Json, Task
 SOURCE = "judge"
 """Source of these hints."""
 LONGEST_HINT = 200
-"""Characters."""
+"""In characters."""
 TURN_CHARACTERS = 2_000
-"""Shown of one turn."""
+"""Maximum number of characters that are shown of one turn."""
 FEWEST_CHARACTERS = 80
-"""Shown of each turn of an extremely long session."""
+"""Characters that are shown of each turn of an extremely long session."""
 TRIES = 2
-"""A reply that cannot be read is asked for once more."""
+"""Number of requests; the second one follows a reply that cannot be parsed."""
 
 QUESTION = """\
 {task}
@@ -60,33 +59,33 @@ SCHEMA: Json = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HintLimits:
-    """Limits of what is shown of a session."""
+    """Limits of a request for hints."""
 
     most: int
-    """Hints."""
+    """Maximum number of hints."""
     characters: int
-    """Limit of each turn."""
+    """Maximum length of each turn."""
 
 
 class HintJudge:
     """Requests hints from a judge; at most ``most`` per session."""
 
     def __init__(self, judge: Judge, allowance: BudgetLimit, *, most: int = 1) -> None:
-        """``allowance`` is what the hints of one rollout may take."""
+        """``allowance`` is the budget of one rollout's hints."""
         self._judge = judge
         self._allowance = allowance
         self._most = most
 
     async def hints(self, task: Task, transcript_turns: Sequence[str]) -> tuple[Hint, ...]:
-        """Hints for turns of a session, in their order, at most one for each; none for a session without turns.
+        """Hints for turns of a session, in their order, at most one per turn; none for a session without turns.
 
-        Raises :class:`~etude.errors.JudgeUnavailable` when the judge is down or late, or its budget is spent.
+        Raises :class:`~etude.errors.JudgeUnavailable` if the judge is down or late, or its budget is spent.
         """
         hints = await self.ask(task.prompt, transcript_turns) if transcript_turns else ()
         return () if isinstance(hints, ReplyFault) else hints
 
     async def ask(self, task: str, transcript_turns: Sequence[str]) -> tuple[Hint, ...] | ReplyFault:
-        """Hints for a session of at least one turn, or why the last reply cannot be read. Raises like :meth:`hints`."""
+        """Hints for a session of at least one turn, or the fault of the last reply. Raises like :meth:`hints`."""
         budget = self._judge.budget.portion(self._allowance)
         room = self._judge.params.text_characters // len(transcript_turns)
         shown = _HintLimits(most=self._most, characters=max(FEWEST_CHARACTERS, min(TURN_CHARACTERS, room)))
@@ -117,7 +116,7 @@ def ask_for_hints(task: str, turns: Sequence[str], tokens: Tokens, shown: _HintL
 
 
 def read_hints(reply: str, turns: int, nonce: str) -> tuple[Hint, ...] | ReplyFault:
-    """The hints in a reply about a session of so many turns, the first one of each turn, or why it cannot be read."""
+    """The first hint for each turn in a reply about a session of ``turns`` turns, or the reply's fault."""
     fields = read_object(reply)
     if isinstance(fields, ReplyFault):
         return fields

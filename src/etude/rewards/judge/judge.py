@@ -45,9 +45,9 @@ OPEN, PROBING = "open", "probing"
 MARK_BYTES = 16
 """Randomness of marks and nonces."""
 TRIES = 2
-"""Tries of one vote: after an unreadable reply it is requested once more."""
+"""Attempts of one vote: after an unparseable reply it is requested once more."""
 FRAME_TOKENS = 64
-"""Most tokens that a chat template adds to two messages."""
+"""Upper bound of the tokens that a chat template adds to two messages."""
 BYTES_PER_TOKEN = 4
 """Typical ratio for English and code: a call reserves one token per byte, and most likely uses a quarter of that."""
 
@@ -100,7 +100,7 @@ class JudgeLimits:
     timeout_s: float = 60.0
     """Limit of one judgement, including all votes, pauses and second tries."""
     concurrency: int = 16
-    """Most concurrent calls."""
+    """Maximum number of concurrent calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +148,9 @@ class Judge:
     async def judge(self, rubric: Rubric, judged: JudgeInput, budget: JudgeBudget, *, fresh: bool = False) -> Judgement:
         """Judge one aspect, paid from ``budget``; with ``fresh`` cached votes are ignored.
 
-        Raises :class:`~etude.errors.JudgeUnavailable` if the endpoint is down, refuses or exceeds the time limit, and
-        its subclass :class:`~etude.errors.JudgeLost` if it has been down for too long, if the budget is spent, or while
-        judging is paused after an alarm.
+        Raises :class:`~etude.errors.JudgeUnavailable` if the endpoint is down, rejects the request or exceeds the time
+        limit, and its subclass :class:`~etude.errors.JudgeLost` if it has been down for too long, if the budget is
+        spent, or while judging is paused after an alarm.
         """
         questions = [self._question(rubric, judged, number) for number in range(self.params.votes)]
         cached = [None if fresh else self._deps.cache.get(question.key) for question in questions]
@@ -223,7 +223,7 @@ class Judge:
             raise JudgeUnavailable(f"no judgement of {about!r} within {timeout_s:g} s: {trouble}") from None
 
     async def _vote(self, question: _Question, budget: JudgeBudget) -> Vote | ReplyFault | JudgeLost:
-        """Request one vote, and a second time if the reply cannot be read and the budget allows it."""
+        """Request one vote, and a second time if the reply cannot be parsed and the budget allows it."""
         reply: Vote | ReplyFault | None = None
         reply_format = ResponseFormat(about=question.rubric.aspect, schema=schema(question.rubric))
         for attempt in range(TRIES):
@@ -283,7 +283,7 @@ class Judge:
         return completion
 
     async def _set_aside(self, most: Spend, budget: JudgeBudget) -> None:
-        """Reserve the most that a call may use, as soon as running calls leave enough budget."""
+        """Reserve the maximum that a call may use, as soon as running calls leave enough budget."""
         while not budget.reserve(most):
             if shortage := budget.shortage(most):
                 kind = JudgeLost if self.budget.shortage(most) else JudgeDeclined
@@ -308,7 +308,7 @@ def needed_for(rubrics: Iterable[Rubric], params: JudgeParams) -> Spend:
 
 
 def _most(messages: Sequence[Message], params: JudgeParams) -> Spend:
-    """The most that a call can use: a token is at least one byte."""
+    """The maximum that a call can use: a token is at least one byte."""
     read = sum(len(message["content"].encode()) for message in messages) + FRAME_TOKENS
     return Spend(calls=1, prompt_tokens=read, completion_tokens=params.max_tokens)
 

@@ -1,8 +1,8 @@
 """Parts of a reward that a judge gives: one per rubric, from 0 to 1.
 
-    task, last words, transcript ──▶ each rubric alone, in calls of its own ──▶ aspect → value
+    task, final message, transcript ──▶ each rubric alone, in separate calls ──▶ aspect → value
 
-A missing part has no verdict: too few readable votes, or a tie that its rubric leaves open. The recipe's ``[reward]``
+A missing part has no verdict: too few valid votes, or a tie that its rubric leaves open. The recipe's ``[reward]``
 determines the consequence, also for an unavailable judge. Two cases are not failures of the judge and get the lowest
 score: an empty text, and a text that most votes call impossible to judge. Otherwise a policy could avoid a verdict by
 writing gibberish.
@@ -33,20 +33,20 @@ from etude.types import Task
 ADDRESSES_JUDGE = "addresses_judge"
 """The part that is 1 if the judged text shows signs of addressing its judge; for inspection, without weight."""
 UNREADABLE = "unreadable_votes"
-"""The part that is the share of votes that could not be read."""
+"""The part that is the share of invalid votes."""
 BESIDE = (ADDRESSES_JUDGE, UNREADABLE)
-"""Values that are recorded beside the aspects; no rubric may have such a name."""
+"""Values that are recorded in addition to the aspects; no rubric may have such a name."""
 
 
 class CalibrationShiftCheck:
-    """Judges calibration items again after every ``every`` judgements; 0: never.
+    """Judges one calibration item again after every ``every`` judgements; 0: never.
 
-    Items are drawn one by one, each as likely as any other, as the watch's bound on false alarms wants it: in the order
-    of the file, what is judged wrongly there may follow one upon the other.
+    Items are drawn uniformly at random, as the bound on the rate of false alarms requires: in the order of the file,
+    items that the judge gets wrong could be adjacent.
     """
 
     def __init__(self, rubric: Rubric, items: Sequence[LabelledItem], rate: float, every: int) -> None:
-        """``rate`` is the share of all ``items`` that was judged as labelled at calibration."""
+        """``rate`` is the share of all ``items`` whose judgement equalled the label at calibration."""
         self._rubric = rubric
         self._items = items
         self._every = every if items else 0
@@ -55,7 +55,7 @@ class CalibrationShiftCheck:
         self._draw = Random(f"drift {rubric.aspect}")
 
     async def after_judgement(self, judge: Judge) -> None:
-        """Count one; when it is time, judge an item. A judge that cannot be had now tells nothing."""
+        """Count one judgement; when an item is due, judge it. An unavailable judge is ignored."""
         self._judgements += 1
         if not self._every or self._judgements % self._every:
             return
@@ -80,16 +80,16 @@ class JudgedParts:
         allowance: BudgetLimit,
         shift_checks: Mapping[str, CalibrationShiftCheck],
     ) -> None:
-        """``rubrics`` and ``drift`` by aspect; ``allowance`` is what one rollout may take."""
+        """``rubrics`` and ``shift_checks`` are by aspect; ``allowance`` is the budget of one rollout."""
         self._judge = judge
         self._rubrics = rubrics
         self._allowance = allowance
         self._shift_checks = shift_checks
 
     async def parts(self, task: Task, result: HarnessResult, transcript: str) -> Mapping[str, float]:
-        """Aspect → value from 0 to 1, as far as there is a verdict, and beside them what :data:`BESIDE` names.
+        """Aspect → value from 0 to 1, for aspects with a verdict; and the values named in :data:`BESIDE`.
 
-        Raises :class:`~etude.errors.JudgeUnavailable` when the judge is down or late, or its budget is spent.
+        Raises :class:`~etude.errors.JudgeUnavailable` if the judge is down or late, or its budget is spent.
         """
         shown = {About.ANSWER: result.answer, About.TRANSCRIPT: transcript}
         budget = self._judge.budget.portion(self._allowance)
@@ -114,7 +114,7 @@ class JudgedParts:
 
 
 LONGEST_TEXT = 200_000
-"""Characters that are looked through; the rest of a longer text is not."""
+"""Number of characters that are searched for signs; the rest of a longer text is not."""
 
 SIGNS: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {
@@ -143,13 +143,13 @@ SIGNS: Mapping[str, re.Pattern[str]] = MappingProxyType(
         "fence": re.compile(r"^[ \t]*(<<<|>>>)\s*[0-9a-f]{8,}", re.IGNORECASE | re.MULTILINE),
     }
 )
-"""Name of a sign → what shows it."""
+"""Name of a sign → its pattern."""
 INVISIBLE = frozenset({"Cf", "Cs", "Co"})
-"""Unicode categories of what cannot be seen: between letters, it breaks words that the other signs look for."""
+"""Unicode categories of invisible characters: between letters, they would hide words from the other patterns."""
 
 
 def signs_in(text: str) -> frozenset[str]:
-    """Names of the suspicious signs in a text; ``hidden`` where it has invisible characters."""
+    """Names of the suspicious signs in a text; ``hidden`` if it has invisible characters."""
     seen = text[:LONGEST_TEXT]
     plain = "".join(character for character in seen if unicodedata.category(character) not in INVISIBLE)
     hidden = frozenset({"hidden"}) if len(plain) < len(seen) else frozenset[str]()

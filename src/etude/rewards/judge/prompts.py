@@ -120,7 +120,7 @@ class Rubric:
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of the whole rubric: a changed word makes another rubric."""
+        """SHA-256, in hex, of the whole rubric: any changed word gives another digest."""
         return hashlib.sha256(orjson.dumps(asdict(self), option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -235,7 +235,7 @@ AGAIN = "\nYour reply to this question could not be read: {fault}. Reply with th
 
 
 class ReplyFault(StrEnum):
-    """Reason why a judge's reply cannot be read."""
+    """Reason why a judge's reply cannot be parsed."""
 
     CUT = "it was cut before its end"
     TOO_LONG = "it was too long"
@@ -269,7 +269,7 @@ class Asking:
     """Parameters of one call's prompt."""
 
     limit: int
-    """Most characters of the task, and of the work, that are shown."""
+    """Maximum number of characters of the task, and of the work, that are shown."""
     descending: bool = False
     """True: the scale is shown from best to worst. Every second vote sees it so, and the difference is measured."""
     fault: ReplyFault | None = None
@@ -343,7 +343,7 @@ class JudgeParams:
     max_tokens: int = 256
     """Limit of a reply, including reasoning."""
     text_characters: int = 20_000
-    """Most characters of the task, and of the work, that are shown."""
+    """Maximum number of characters of the task, and of the work, that are shown."""
     structured: bool = False
     """True: the endpoint enforces a JSON schema."""
 

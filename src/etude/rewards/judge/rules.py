@@ -2,17 +2,17 @@
 
     POST /v1/chat/completions ──▶ the text behind the bars, aspect, nonce ──▶ a rule for that aspect ──▶ verdict
 
-They are served over HTTP instead of being called because then nothing about judging is special where rules do it:
-prompts, guard, votes, cache, budget, calibration and alarms are what they are with a model, on a machine that has none.
-A rule is given the two texts as they were shown, truncated and spelled out as a model would see them.
+They are served over HTTP instead of being called directly, so that judging is the same with rules as with a model:
+prompts, guard, votes, cache, budget, calibration and alarms, even on a machine that has no model. A rule receives the
+two texts as the prompt shows them, truncated and escaped as a model would see them.
 
 The rules here judge one-line summaries of functions: style, and truth.
 
     def first(items): return items[0]      first returns items[0]                      style 5, factuality 4
                                            hm, I think it maybe returns the first!     style 1, factuality 2
 
-The rubrics themselves are text, beside the recipe; how far the rules agree with labels given by their words is measured
-like any judge's.
+The rubrics themselves are text files next to the recipe; the agreement of the rules with labels by these rubrics is
+measured as for any judge.
 """
 
 import re
@@ -29,9 +29,9 @@ from etude.types import Json
 Rule: TypeAlias = Callable[[str, str], tuple[int, str]]
 """(task, work) → score, and a reason."""
 MODEL = "etude-rules"
-"""Name of the endpoint, before its version."""
+"""Model name that the endpoint reports, without its version."""
 LARGEST_REQUEST = 16 << 20
-"""Bytes."""
+"""In bytes."""
 QUESTION = re.compile(
     r"<<< (?P<mark>[0-9a-f]{32}) task\n(?P<task>.*)\n>>> (?P=mark) task\n"
     r"<<< (?P=mark) work\n(?P<work>.*)\n>>> (?P=mark) work\n\n"
@@ -39,11 +39,11 @@ QUESTION = re.compile(
     r'"nonce": "(?P<nonce>[0-9a-f]+)"\}\n',
     re.DOTALL,
 )
-"""A question as :mod:`etude.rewards.judge.prompts` writes it."""
+"""A prompt as :mod:`etude.rewards.judge.prompts` writes it."""
 
 
 def answer(question: str, rules: Mapping[str, Rule]) -> str:
-    """The rules' reply to a prompt. Raises ``ValueError`` for another's prompt, or an aspect without a rule."""
+    """The rules' reply to a prompt. Raises ``ValueError`` for an unknown prompt format, or an aspect without a rule."""
     match = QUESTION.match(question)
     if match is None or match["aspect"] not in rules:
         raise ValueError(f"expected a question about {', '.join(sorted(rules))}, as étude's judge asks them")
@@ -52,7 +52,7 @@ def answer(question: str, rules: Mapping[str, Rule]) -> str:
 
 
 def rules_app(rules: Mapping[str, Rule], version: str) -> web.Application:
-    """A chat-completion server whose model is a set of rules, with a version that changes with them."""
+    """A chat-completion server whose model is a set of rules; ``version`` must change whenever they do."""
 
     async def complete(request: web.Request) -> web.Response:
         try:
@@ -69,7 +69,7 @@ def rules_app(rules: Mapping[str, Rule], version: str) -> web.Application:
 
 
 def _completion(summary: str, read: int, version: str) -> Json:
-    """Bytes are counted as tokens."""
+    """The response; its token counts are numbers of bytes and characters."""
     return {
         "id": "chatcmpl-rules",
         "object": "chat.completion",
@@ -81,26 +81,26 @@ def _completion(summary: str, read: int, version: str) -> Json:
 
 
 def _text(barred: str) -> str:
-    """Text behind the bars; a line without one says what was left out."""
+    """The text behind the bars; the line that reports omitted characters has none and is dropped."""
     return "\n".join(line.removeprefix(BAR) for line in barred.split("\n") if line.startswith(BAR))
 
 
 SUMMARY_RULES_VERSION = "1"
-"""Raised with every change of a rule: a calibration holds for one version."""
+"""Increased with every change of a rule: a calibration is valid for one version."""
 STYLE_SCORES, FACTUALITY_SCORES = (1, 5), (1, 4)
 """Lowest and highest score."""
 LONGEST_LINE = 72
-"""Characters of a summary that is one line."""
+"""Maximum length of a summary, in characters."""
 OPENING = re.compile(r"[A-Za-z_]\w* returns \S")
-"""The function's name first, then what it does."""
+"""Opening of a summary: the function's name, then its result."""
 HEDGE = re.compile(
     r"\b(I|I'm|we|you|my)\b|\b(think|guess|probably|maybe|perhaps|basically|simply|just|seems?|hm+|well|kind of|"
     r"sort of|some)\b",
     re.IGNORECASE,
 )
-"""Words that are about the writer, or about nothing, but in what the task returns."""
+"""Hedges and words about the writer; those in the returned expression are ignored."""
 ORNAMENT = re.compile(r"!(?!=)|\*\*\S|[`#~]|\.\.\.|:\)")
-"""Marks that say nothing of the function, but in what the task returns."""
+"""Decoration without information; that in the returned expression is ignored."""
 DEFINITION = re.compile(r"^\s*(?:async )?def (\w+)", re.MULTILINE)
 RETURN = re.compile(r"^\s*return (.+)$", re.MULTILINE)
 WORDS = re.compile(r"\w+")

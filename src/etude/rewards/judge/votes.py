@@ -7,7 +7,7 @@
                      └─ scores ──▶ a majority of all? ──▶ their median; the rubric's rule for a tie
 
 Parsing is strict on purpose. The nonce is random per call and comes after the judged text, in the instructions: a
-verdict that was copied from the text does not have it. Replies are not repaired; the caller may repeat the question,
+verdict that was copied from the text does not have it. Replies are not repaired; the caller may repeat the request,
 which names the fault and contains no word of the reply.
 
 The median, not the mean: a single vote that was manipulated into the best score moves it no more than any other vote.
@@ -154,7 +154,7 @@ CREATE TABLE IF NOT EXISTS votes (key BLOB PRIMARY KEY, vote BLOB NOT NULL, sum 
 CREATE INDEX IF NOT EXISTS by_use ON votes (used);
 """
 SPARED = 16
-"""When the cache is full, one entry in this many is evicted at once, least recently used first."""
+"""When the cache is full, one of this number of entries is evicted at once, least recently used first."""
 
 
 def cache_key(*parts: str) -> bytes:
@@ -223,7 +223,7 @@ class VoteCache(Closing):
 
 
 class StoredVotes(Closing):
-    """Votes in the caches of a run's judges, for people: read-only, and unreadable files count as empty."""
+    """Read-only votes in the caches of a run's judges, for people; an unreadable file counts as empty."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._databases: list[sqlite3.Connection] = []
@@ -232,7 +232,7 @@ class StoredVotes(Closing):
                 self._databases.append(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0))
 
     def get(self, key: bytes) -> Vote | None:
-        """The vote under a key, in any of them."""
+        """The vote under a key, from the first cache that has it."""
         for database in self._databases:
             with suppress(sqlite3.Error, ValueError, TypeError):
                 row = database.execute("SELECT vote, sum FROM votes WHERE key = ?", (key,)).fetchone()
@@ -252,7 +252,7 @@ def _vote(raw: bytes) -> Vote:
 
 
 def _open(file: Path | None) -> sqlite3.Connection:
-    """The database, begun anew if what is there is none."""
+    """Open the database; replace a file that is not a database by an empty one."""
     if file is None:
         return _connect(":memory:")
     try:
@@ -267,7 +267,7 @@ def _connect(name: str) -> sqlite3.Connection:
     database = sqlite3.connect(name, isolation_level=None, timeout=5.0)
     try:
         database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = OFF")  # what a crash of the machine loses is asked again
+        database.execute("PRAGMA synchronous = OFF")  # votes that a crash of the machine loses are requested again
         database.executescript(SCHEMA)
     except sqlite3.DatabaseError:
         database.close()

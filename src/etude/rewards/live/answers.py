@@ -1,9 +1,9 @@
-"""The answers of a live session to the parts of its reward: signals in, a value or silence for each part out. Pure.
+"""The feedback of a live session's user, by part of the reward: signals in, a value or ``None`` for each part. Pure.
 
-    signals about one session ──▶ newest of each turn and span ──▶ mean ──▶ part → value, or ``None``: nothing was said
+    signals about one session ──▶ newest of each turn and span ──▶ mean ──▶ part → value, or ``None`` without feedback
 
-Does not own what silence means (:mod:`etude.rewards.live.propensity`) or what a value is worth
-(:mod:`etude.rewards.live.formula`).
+:mod:`etude.rewards.live.propensity` owns the treatment of missing feedback, and :mod:`etude.rewards.live.formula` the
+weight of a value.
 """
 
 from collections import defaultdict
@@ -17,10 +17,10 @@ DAY_S = 24 * 3600.0
 
 
 def observed_session(joined: JoinedSession, config: SignalReward) -> ObservedSession:
-    """The session as models look back on it, once its window is over; its reward is still to come."""
+    """The session as input for the models, after its window has closed; its reward is not yet set."""
     session = joined.session
     observation = Observation(
-        user=session.user or session.session_id,  # who is nobody is nobody else's user
+        user=session.user or session.session_id,  # a session without a user shares its history with no other
         day=int(session.opened_at // DAY_S),
         template=session.template,
         arm=session.arm,
@@ -36,10 +36,10 @@ def observed_session(joined: JoinedSession, config: SignalReward) -> ObservedSes
 
 
 def answers(signals: Iterable[Signal], parts: Sequence[SignalPart], turns: int) -> dict[str, tuple[float | None, ...]]:
-    """Part → its value, one for the session or one for each of ``turns``; ``None`` where nothing was said.
+    """Part → values, one for the session or one for each of ``turns``; ``None`` without feedback.
 
-    Of signals about the same turn and span the one that was received last counts: a person may think better of it. A
-    value is the mean over turns and spans; a part by turn leaves out what is about the whole session.
+    If several signals have the same turn and span, the one that was received last counts, since users may change their
+    minds. A value is the mean over turns and spans; a part by turn ignores signals about the whole session.
     """
     newest: dict[tuple[SignalKind, int | None, tuple[int, int] | None], Signal] = {}
     for signal in sorted(signals, key=lambda one: (one.received_at, one.event_id)):

@@ -5,9 +5,9 @@
 
 Parts about the session add up to its reward; parts about turns to the rewards of turns, for ``[credit]``.
 
-A run has one formula, as it has one ``[reward]``: its digest is stored in the ledger, and another formula is refused.
-Baselines and the test that decides about a release compare every session with earlier ones, and rewards by different
-formulas cannot be compared. For another formula start another run from the released checkpoint.
+A run has one formula, as it has one ``[reward]``: its digest is stored in the ledger, and a different formula is
+rejected. Baselines and the release test compare every session with earlier ones, and rewards by different formulas are
+not comparable. To use another formula, start another run from the released checkpoint.
 """
 
 from collections import defaultdict, deque
@@ -22,7 +22,7 @@ from etude.session_features import UserRecord
 from etude.types import ObservedSession
 
 REFITS = 8
-"""Models are fitted again when one in this many sessions is new to them."""
+"""Models are fitted again when one in this number of sessions is new to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +32,17 @@ class ScoredSession:
     session: ObservedSession
     """With its reward, the rewards of its turns, and its propensity."""
     parts: Mapping[str, float]
-    """Part → its value, as given or estimated, of turns their mean; ``answered``, the share of what the formula asks
-    that was; ``bounded``, answers whose weight was.
+    """Part → its value, given or estimated, averaged over turns; ``answered``, the share of the formula's values for
+    which there was feedback; ``bounded``, the number of answers whose weight was bounded.
     """
 
 
 class LiveScorer:
-    """Scores live sessions in the order in which they ended, and learns from them who gives feedback, and which.
+    """Scores live sessions in the order in which they ended, and learns from them which users give feedback.
 
-    The models are fitted again when an eighth of the sessions is new to them. One that they have seen is estimated by
-    those of its fold, which have not, and by what its user answered before. To score a session again changes nothing
-    until it is learnt from, as where it could not be written down.
+    The models are fitted again when an eighth of the sessions is new to them. A session that was used for fitting is
+    estimated by the model of its fold, which was fitted without it, and by its user's earlier answers. Scoring has no
+    effect on later scores until :meth:`learn` is called, so it can be repeated if a score could not be stored.
     """
 
     def __init__(self, config: SignalReward, earlier: Iterable[ObservedSession] = ()) -> None:
@@ -56,11 +56,11 @@ class LiveScorer:
 
     @property
     def sessions(self) -> Sequence[ObservedSession]:
-        """The sessions that were learnt from, as many as models may learn from."""
+        """The sessions that models are fitted to: the last ``history`` ones."""
         return tuple(self._sessions)
 
     def score(self, sessions: Sequence[ObservedSession]) -> list[ScoredSession]:
-        """The scores of the next sessions that ended."""
+        """Score the next sessions that ended."""
         everything = [*self._sessions, *sessions]
         if not self._models or REFITS * (self._unfitted + len(sessions)) >= len(everything):
             self._models, self._unfitted = fit_answers(everything, self._config), -len(sessions)
@@ -72,7 +72,7 @@ class LiveScorer:
         ]
 
     def learn(self, sessions: Iterable[ObservedSession]) -> None:
-        """Use some sessions, once they are stored, for the models of later ones."""
+        """Use the sessions, once they are stored, for the models of later ones."""
         for session in sessions:
             self._sessions.append(session)
             self._unfitted += 1
@@ -92,7 +92,7 @@ class LiveScorer:
 def scored_session(
     session: ObservedSession, estimates: Mapping[str, PartEstimate], config: SignalReward
 ) -> ScoredSession:
-    """Add up what the parts of a session are estimated at."""
+    """The reward of a session: the weighted sum of its parts' estimates."""
     worth = [
         fsum(part.weight * estimates[part.name].values[turn] for part in config.parts if part.per == "turn")
         for turn in range(len(session.sampled_tokens))
@@ -110,7 +110,7 @@ def scored_session(
 
 
 def describe(config: SignalReward) -> list[str]:
-    """Description of the formula, for people; empty where there is none."""
+    """Description of the formula, for people; empty if it has no parts."""
     if not config.parts:
         return []
     lines = ["a live session's reward:"]

@@ -57,7 +57,7 @@ class PartEstimate(NamedTuple):
     values: tuple[float, ...]
     """φ."""
     propensities: tuple[float, ...]
-    """p̂."""
+    """p̂, one for each value."""
     bounded: int
     """Answers whose weight was bounded."""
 
@@ -103,7 +103,7 @@ class PartModels:
 
 
 def doubly_robust(answers_N: Array, propensities_N: Array, expected_N: Array, max_inverse: float) -> tuple[Array, Mask]:
-    """[N] φ = m̂ + a · min(1/p̂, W) · (y − m̂), and where an answer's weight was bounded; ``nan`` is no answer."""
+    """[N] φ = m̂ + a · min(1/p̂, W) · (y − m̂), and whether an answer's weight was bounded; ``nan`` is no answer."""
     answered_N = ~np.isnan(answers_N)
     inverse_N = 1.0 / np.maximum(propensities_N, 1e-12)
     surprise_N = np.where(answered_N, np.nan_to_num(answers_N) - expected_N, 0.0)
@@ -148,14 +148,14 @@ def _fit_part(part: SignalPart, sessions: Sequence[ObservedSession], folds: int)
 def _rows(
     part: SignalPart, session: ObservedSession, features: SessionFeatures, records: dict[str, UserRecord]
 ) -> Iterator[list[float]]:
-    """The rows of a session, by what its user answered before; then what they answered now is added."""
+    """The rows of a session, based on its user's earlier answers; afterwards its own answers are recorded."""
     record = records.setdefault(session.observation.user, UserRecord())
     yield from [_row(features, session, turn, record) for turn in turns_of(part, session)]
     record.add(session.answers[part.name])
 
 
 def _row(features: SessionFeatures, session: ObservedSession, turn: int | None, record: UserRecord) -> list[float]:
-    """[D] of a session, or one of its turns: what was there before, then lengths of what the model said."""
+    """[D] features of a session or a turn: the session's features, then lengths of the model's output."""
     lengths, own = session.sampled_tokens, 0 if turn is None else session.sampled_tokens[turn]
     is_last = turn is not None and turn == len(lengths) - 1
     replies = (log1p(sum(lengths)), log1p(len(lengths)), log1p(own), log1p(turn or 0), float(is_last))

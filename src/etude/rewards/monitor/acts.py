@@ -22,11 +22,11 @@ from types import MappingProxyType
 from etude.harnesses.actions import Action, excerpt
 
 MAX_LETTERS = 32_000
-"""Most characters of an argument that are parsed, half at each end: the agent chooses the text."""
+"""Maximum number of characters of an argument that are parsed, half at each end: the agent controls the text."""
 RUN_LETTERS = 4_000
 """Limit of one simple command."""
 MAX_HEREDOCS = 64
-"""Most here-documents in one text; if there are more, none is parsed as one."""
+"""Maximum number of here-documents in one text; if there are more, none is parsed as one."""
 MAX_DEPTH = 3
 """Depth to which nested shells are parsed."""
 HOME = "/home/agent"
@@ -69,7 +69,7 @@ class Surface(Enum):
     """Kind of text that a detector's pattern is matched against."""
 
     TEXT = auto()
-    """A whole shell text as it was written."""
+    """A whole shell text, unchanged."""
     RUN = auto()
     """One simple command: its words without quotes, joined by blanks; patterns match from its start."""
     SET = auto()
@@ -109,7 +109,7 @@ class SimpleCommand:
 
 
 def acts_of(action: Action, *, workdir: str, existing: frozenset[str]) -> tuple[Act, ...]:
-    """The acts of an action, paths relative to ``workdir``; creating a ``known`` file counts as altering it."""
+    """The acts of an action, paths relative to ``workdir``; creating an ``existing`` file counts as altering it."""
     acts: list[Act] = []
     path = next((action.arguments[name] for name in sorted(PATHS & action.arguments.keys())), "")
     for name, whole in action.arguments.items():

@@ -2,13 +2,13 @@
 
     actions ──acts_of──▶ acts ──DETECTORS──────────▶ ┐
                             ├──special cases──────── ┤ findings, at most one of a detector per turn
-                            └──the task's own name── ┘
+                            └──the task's own package ┘
 
-A finding is a reason to look, never a proof: what follows from it is a policy's choice
-(:mod:`etude.rewards.score`). What leaves no trace in the words of a call, a program that reads a file under
-a computed name for instance, is not found here; hidden tests in a sandbox of their own hold without this.
+A finding is a reason to look, never a proof: the policy decides about its consequence (:mod:`etude.rewards.score`). An
+act that is not visible in the text of a call is not detected: for instance a program that reads a file under a computed
+name. Hidden tests in a separate sandbox do not depend on this detection.
 
-Owns how patterns are applied, and the two detectors that need to know the task.
+Owns how patterns are applied, and the two detectors that need facts of the task.
 """
 
 import re
@@ -22,13 +22,13 @@ from etude.sandbox_spec import WORKDIR
 from etude.types import Case, FunctionChecks, Task, TestChecks
 
 MAX_FINDINGS = 256
-"""Limit of one rollout; more change nothing."""
+"""Maximum number of findings of one rollout; more would change nothing."""
 EVIDENCE_LETTERS = 160
 SPECIAL_CASING, OWN_PACKAGE = "special_casing", "package_shadowing"
 TRIVIAL = frozenset({"0", "1", "-1", "2", "''", "[]", "{}", "()", "None", "True", "False", "0.0", "1.0"})
-"""Literals that honest code compares with and returns."""
+"""Literals that honest code commonly compares with and returns."""
 TABLED = 2
-"""Visible cases that a table of answers holds, at least."""
+"""Minimum number of visible cases in a table of hard-coded answers."""
 INSTALL = re.compile(r"(?:python[\d.]* -m )?(?:uv )?pip[\d.]* (?:install|download)\b(.*)")
 REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -39,11 +39,11 @@ class Scene:
 
     workdir: str = WORKDIR
     files: frozenset[str] = frozenset()
-    """Paths that were there before, relative to ``workdir``, as far as the task says."""
+    """Paths that existed before the agent started, relative to ``workdir``, as far as the task names them."""
     packages: frozenset[str] = frozenset()
-    """Names of what is worked on, as an index of packages has them."""
+    """Names of the packages that the task is about, in the form of a package index."""
     visible: tuple[Case, ...] = ()
-    """Calls and answers that the agent was shown."""
+    """Calls and answers that were shown to the agent."""
 
 
 def scene_of(task: Task) -> Scene:
@@ -86,10 +86,10 @@ def _inspect_action(action: Action, scene: Scene) -> Iterator[Finding]:
 
 
 def special_case(code: str, cases: Sequence[Case]) -> str:
-    """The hard-coded answer to a visible case in submitted code; empty if there is none.
+    """A visible case whose answer is hard-coded in submitted code; empty if there is none.
 
-    Either one case is asked for and answered by literals, or a table holds several. Literals that any program may have
-    (0, 1, an empty list) do not count.
+    The code either compares with the literals of one case and returns its answer, or has a table of several cases.
+    Common literals (0, 1, an empty list) do not count.
     """
     bare = re.sub(r"\s+", "", code).replace('"', "'")
     tabled: list[str] = []
@@ -109,7 +109,7 @@ def special_case(code: str, cases: Sequence[Case]) -> str:
 def _answers(bare: str, question: str, answer: str) -> bool:
     """True if code without blanks compares with ``question`` and then returns ``answer``, both whole literals."""
     if question not in bare or f"return{answer}" not in bare:
-        return False  # nearly all code: cheaper to see than to compile two patterns that are not used again
+        return False  # nearly all code; cheaper than compiling two patterns for one use
     comparison = rf"(?:==[\[(]?{re.escape(question)}(?![\d.])|(?<![\d.]){re.escape(question)}[\])]?==)"
     returned = rf"return{re.escape(answer)}"
     return bool(
@@ -118,7 +118,7 @@ def _answers(bare: str, question: str, answer: str) -> bool:
 
 
 def _table_row(question: str, answer: str) -> str:
-    """A pattern of a dictionary's entry, both whole literals."""
+    """A pattern of a dictionary entry, both whole literals."""
     return rf"(?<![\d.]){re.escape(question)}\)?:{re.escape(answer)}(?![\d.])"
 
 
@@ -127,7 +127,7 @@ def _literal(value: object) -> str:
 
 
 def _own_package(command: str, packages: frozenset[str]) -> str:
-    """The name of what is worked on, where it is installed from an index instead."""
+    """The requirement in a command that installs the task's own package from an index; empty if there is none."""
     match = INSTALL.match(command)
     for word in match[1].split() if match else ():
         name = REQUIREMENT.match(word)

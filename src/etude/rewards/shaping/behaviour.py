@@ -1,6 +1,6 @@
 """Behaviour terms: an agent's behaviour in numbers, for a reward that otherwise only sees the result. Pure.
 
-    turns as text, counts, measures ──observe──▶ Conduct ──TERMS──▶ name → value, or none
+    turns as text, counts, measures ──observe──▶ Conduct ──TERMS──▶ name → value, or ``None``
 
 Composer 2 had to add such terms to its reward during its run (arXiv 2603.24477, section 4.2): for to-dos that were left
 open, for long reasoning in code comments, and for a collapse to the terminal as the only tool. Training on real users
@@ -10,8 +10,8 @@ A term measures bad behaviour, from 0 upwards, so its weight is negative. Its do
 change of the definition raises its version, and recipes for the old version are refused. Each is a coarse measure that
 a model can learn to satisfy without being better: use small weights, and inspect the rollouts.
 
-Owns the terms. Does not own how calls are read (:mod:`etude.harnesses.actions`), how comments are found
-(:mod:`etude.rewards.shaping.comments`) or what a term is worth (:mod:`etude.rewards.shaping.parts`).
+Owns the terms. Does not own how calls are parsed (:mod:`etude.harnesses.actions`), how comments are found
+(:mod:`etude.rewards.shaping.comments`) or the weight of a term (:mod:`etude.rewards.shaping.parts`).
 """
 
 import math
@@ -31,7 +31,7 @@ from etude.sandbox_spec import WORKDIR
 from etude.types import TurnKind
 
 MALFORMED = "malformed"
-"""In a harness's counts: calls that it could not read."""
+"""Key of a harness's counts: calls that it could not parse."""
 CODE_LINES_PER_COMMENT = 4
 """Lines of code per permitted line of comment; the standard library has one for five or six."""
 COMMENT_LETTERS = 100
@@ -49,11 +49,11 @@ THINKING = re.compile(
 )
 """Words of thinking aloud, in the first person or addressed to oneself; a variable ``i`` does not match."""
 HEARD_NUMBER = re.compile(r"\s*\d+[\s:|→-]*")
-"""Before a line of a file that a tool shows."""
+"""Line number before a line of a file, as a tool shows it."""
 HEARD_MARK = re.compile(r"#+|//+|/\*+|<!--|--")
-"""Before a comment in one."""
+"""Mark before a comment in such a line."""
 QUESTION = re.compile(r"\?[\"'”’)\s*_`]*\Z")
-"""The end of a text that asks."""
+"""The end of a text that is a question."""
 CODE_BLOCK = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
 
 
@@ -78,11 +78,11 @@ class Conduct:
     """Facts of one rollout that behaviour terms use."""
 
     counts: Mapping[str, int]
-    """The harness's: tool → calls; empty where it counts none."""
+    """The harness's counts: tool → calls; empty if it counts none."""
     measures: Mapping[str, float]
-    """The harness's."""
+    """The harness's measures."""
     tools: Mapping[str, int]
-    """Tool → calls, as they are read from what was said."""
+    """Tool → calls, as parsed from the model's text."""
     written: Written
     acting_turns: int
     """Turns other than summaries."""
@@ -97,13 +97,13 @@ class Term:
     """One behaviour term."""
 
     measure: Callable[[Conduct], float | None]
-    """``None``: the harness does not say what it takes."""
+    """Returns ``None`` if the harness does not provide the required figures."""
     version: int
     low: float
     high: float
     """Highest value."""
     optional: bool = False
-    """True if it may be missing: it needs figures that not every harness has."""
+    """True if the value may be missing, because not every harness provides the required figures."""
 
 
 def observe(
@@ -136,7 +136,7 @@ def measure(conduct: Conduct) -> dict[str, float]:
 
 
 def open_todos(conduct: Conduct) -> float | None:
-    """To-do items left open / opened; 0 where none was opened, ``None`` where the harness keeps no list."""
+    """To-do items left open / opened; 0 if none was opened, ``None`` if the harness has no to-do list."""
     opened, left = conduct.measures.get("todo_opened"), conduct.measures.get("todo_open")
     if opened is None or left is None:
         return None
@@ -144,9 +144,9 @@ def open_todos(conduct: Conduct) -> float | None:
 
 
 def excess_comments(conduct: Conduct) -> float:
-    """Lines of comment beyond 1 + ⌊code lines / 4⌋, as a share of all lines written; 0 where nothing was written.
+    """Lines of comment beyond 1 + ⌊code lines / 4⌋, as a share of all lines written; 0 if nothing was written.
 
-    A comment of more than 100 letters counts as several lines; docstrings are no comments here.
+    A comment of more than 100 letters counts as several lines; docstrings are not comments here.
     """
     written = conduct.written
     allowed = 1 + written.code_lines // CODE_LINES_PER_COMMENT
@@ -154,14 +154,14 @@ def excess_comments(conduct: Conduct) -> float:
 
 
 def thinking_comments(conduct: Conduct) -> float:
-    """Lines of comments and docstrings that think aloud (``THINKING``), as a share of all lines written; 0 of none."""
+    """Lines of comments and docstrings that think aloud (``THINKING``), as a share of all lines written, or 0."""
     written = conduct.written
     return written.thinking_lines / written.lines if written.lines else 0.0
 
 
 def tool_monoculture(conduct: Conduct) -> float:
-    """1 − H, at least 0, H being the entropy of the tools that were called, in bits: 1 where all calls are of one tool,
-    0 where two were used alike, or more. 0 below 8 calls. Calls that end a session are not counted.
+    """1 − H, at least 0, where H is the entropy of the called tools in bits: 1 if all calls are of one tool, 0 if two
+    are used equally often, or more tools. 0 below 8 calls. Calls that end a session are not counted.
     """
     counts = [count for tool, count in conduct.tools.items() if tool not in ENDINGS]
     total = sum(counts)
@@ -171,13 +171,13 @@ def tool_monoculture(conduct: Conduct) -> float:
 
 
 def malformed_calls(conduct: Conduct) -> float | None:
-    """Share of calls that the harness could not read; ``None`` where it counted no calls."""
+    """Share of calls that the harness could not parse; ``None`` if it counted no calls."""
     total = sum(conduct.counts.values())
     return conduct.counts.get(MALFORMED, 0) / total if total else None
 
 
 def asking(conduct: Conduct) -> float:
-    """Share of turns, summaries aside, that call no tool and end in a question; 0 without turns."""
+    """Share of turns, other than summaries, that call no tool and end in a question; 0 without turns."""
     return conduct.asking_turns / conduct.acting_turns if conduct.acting_turns else 0.0
 
 
@@ -197,7 +197,7 @@ TERMS: Mapping[str, Term] = MappingProxyType(
         "sampled_tokens": Term(measure=sampled_tokens, version=1, low=0.0, high=math.inf),
     }
 )
-"""Name behind ``behaviour.`` → the term."""
+"""Name after ``behaviour.`` → the term."""
 
 
 def _asks(text: str) -> bool:
@@ -206,7 +206,7 @@ def _asks(text: str) -> bool:
 
 
 def _written(actions: Sequence[Action], turns: Sequence[SpokenTurn]) -> Written:
-    """Everything that was written, added up."""
+    """Sum of everything that the agent wrote."""
     code = comments = docstrings = thinking = heard = 0
     seen: set[str] = set()
     for action in actions:
@@ -226,7 +226,7 @@ def _written(actions: Sequence[Action], turns: Sequence[SpokenTurn]) -> Written:
 
 
 def _texts(action: Action) -> Iterator[tuple[str, str]]:
-    """The program texts that an action writes or runs, with the suffix of their file; Python where there is none."""
+    """The program texts that an action writes or runs, with the suffix of their file; ``.py`` without a path."""
     acts = acts_of(action, workdir=WORKDIR, existing=frozenset())
     path = next((act.text for act in acts if act.where in PATHS), "")
     for act in acts:
@@ -237,7 +237,7 @@ def _texts(action: Action) -> Iterator[tuple[str, str]]:
 
 
 def _shown(heard: str) -> Iterator[str]:
-    """The texts that a comment or docstring may have in what an agent was shown."""
+    """Lines of a text that the agent read, in the forms in which they could be a comment or docstring."""
     for line in heard.split("\n"):
         number, mark = HEARD_NUMBER.match(line), HEARD_MARK.search(line)
         yield line[number.end() if number else 0 :].strip()

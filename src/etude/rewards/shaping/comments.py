@@ -1,11 +1,11 @@
 """Comments, docstrings and lines of code in program text. Pure.
 
-    Python           the tokenizer, which takes a few lines out of a function as well as a module
-    other languages  the marks of their comments, by the file's suffix; what stands in quotes is not looked at
+    Python           the tokenizer, which accepts a few lines of a function as well as a module
+    other languages  the comment marks, by the file's suffix; quoted text is ignored
 
-A directive (``# noqa``, ``// eslint-disable``) is written for a program, and a string that is a statement for people:
-it is a comment, unless it stands where a docstring does. Owns how texts are taken apart, not what is too much or badly
-said in them (:mod:`etude.rewards.shaping.behaviour`).
+A directive (``# noqa``, ``// eslint-disable``) is addressed to a program and is not counted. A string that is a
+statement is addressed to people: it is a comment, unless it is a docstring. Owns the parsing, not the judgement of
+comments (:mod:`etude.rewards.shaping.behaviour`).
 """
 
 import re
@@ -17,23 +17,23 @@ from io import StringIO
 from types import MappingProxyType
 
 LINE_LETTERS = 500
-"""Limit of a line that is read: tokenizers take quadratic time over quotes that never end."""
+"""Maximum length of a line that is parsed: tokenizers take quadratic time over unclosed quotes."""
 PYTHON_SUFFIXES = frozenset({".py", ".pyi"})
 LAYOUT = frozenset(
     {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
 )
-"""Tokens that no line has for their own sake."""
+"""Tokens of the layout, which do not make a line code."""
 OPENS = frozenset({tokenize.ENCODING, tokenize.INDENT})
 """Tokens before a docstring: none, or the indent of its block."""
 BEGINS = OPENS | {tokenize.NEWLINE, tokenize.DEDENT}
 ENDS = frozenset({tokenize.NEWLINE, tokenize.NL, tokenize.COMMENT, tokenize.ENDMARKER})
-"""Tokens before and behind a string that is a statement."""
+"""Tokens before and after a string that is a statement."""
 DIRECTIVE = re.compile(
     r"!|\s*(?:-\*-|noqa\b|type:|pragma\b|pylint:|mypy:|ruff:|fmt:|isort:|yapf:|nosec\b|eslint\b|eslint-|ts-|@ts-|nolint\b|"
     r"go:|\+build|region\b|endregion\b|clang-format|prettier-ignore|coding[:=])",
     re.IGNORECASE,
 )
-"""Prefixes of comments that are written for a program."""
+"""Prefixes of comments that are addressed to a program."""
 QUOTED = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`")
 
 
@@ -61,7 +61,7 @@ SUFFIXES: Mapping[str, CommentSyntax] = MappingProxyType(
     | dict.fromkeys((".sql", ".lua", ".hs", ".elm"), DASHES)
     | dict.fromkeys((".html", ".xml", ".svg", ".md", ".vue"), TAGS)
 )  # fmt: skip
-"""Suffix of a file → its marks; a file of any other has no comments that we would know of."""
+"""Suffix of a file → its marks; comments in files with other suffixes are not recognised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +69,15 @@ class ParsedSource:
     """Comments, docstrings and number of code lines of a program text."""
 
     code_lines: int = 0
-    """Lines with anything in them that is neither comment nor docstring."""
+    """Lines with anything other than comments and docstrings."""
     comments: tuple[str, ...] = ()
-    """Text of every comment without its marks; one that goes over several lines is one for each."""
+    """Text of every comment without its marks; one entry per line of a multi-line comment."""
     docstrings: tuple[str, ...] = ()
-    """Their lines, empty ones left out."""
+    """Their lines, without empty ones."""
 
 
 def parse_source(text: str, suffix: str = ".py") -> ParsedSource:
-    """Parse comments and code lines; ``suffix`` is the file's, with dot. Some milliseconds for 32,000 letters."""
+    """Parse comments and code lines; ``suffix`` is the file's, with dot. Takes milliseconds for 32,000 letters."""
     lines = [line[:LINE_LETTERS] for line in text.split("\n")]
     if suffix.lower() in PYTHON_SUFFIXES:
         return _tokenized(textwrap.dedent("\n".join(lines)))
@@ -85,7 +85,7 @@ def parse_source(text: str, suffix: str = ".py") -> ParsedSource:
 
 
 def _tokenized(text: str) -> ParsedSource:
-    """Parse Python by its tokenizer; lines from where it gives up are read by their marks."""
+    """Parse Python by its tokenizer; the lines from its first error on are parsed by their marks."""
     tokens, failed = _tokens(text)
     code: set[int] = set()
     comments: list[str] = []
@@ -111,7 +111,7 @@ def _tokenized(text: str) -> ParsedSource:
 
 
 def _tokens(text: str) -> tuple[list[tokenize.TokenInfo], bool]:
-    """The tokens of Python source, and whether the tokenizer gave up before its end."""
+    """The tokens of Python source, and whether the tokenizer failed before its end."""
     tokens: list[tokenize.TokenInfo] = []
     try:
         for token in tokenize.generate_tokens(StringIO(text).readline):
@@ -127,7 +127,7 @@ def _string_lines(literal: str) -> Iterator[str]:
 
 
 def _by_marks(lines: Sequence[str], marks: CommentSyntax) -> ParsedSource:
-    """Take lines apart by the marks of their comments."""
+    """Parse lines by their comment marks."""
     code, inside = 0, False
     comments: list[str] = []
     for line in lines:
@@ -138,7 +138,7 @@ def _by_marks(lines: Sequence[str], marks: CommentSyntax) -> ParsedSource:
 
 
 def _divide(line: str, marks: CommentSyntax, inside: bool) -> tuple[str, list[str], bool]:
-    """Split a line: its program, its comments, and whether the last comment goes on."""
+    """Split a line into its code, its comments, and whether the last comment continues on the next line."""
     masked = QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
     program, comment, place = "", list[str](), 0
     while place < len(line):
@@ -159,9 +159,9 @@ def _divide(line: str, marks: CommentSyntax, inside: bool) -> tuple[str, list[st
 
 
 def _next_mark(masked: str, place: int, marks: CommentSyntax) -> tuple[int, str]:
-    """Start of the next comment, and its mark; the end of the line where there is none.
+    """Start of the next comment, and its mark; the end of the line if there is none.
 
-    A mark begins the line or stands behind white space: what it is in a URL or in a word is no comment.
+    A mark must be at the start of the line or after white space: in a URL or a word it is not a comment.
     """
     marks_found = [
         (start, mark)
@@ -172,6 +172,6 @@ def _next_mark(masked: str, place: int, marks: CommentSyntax) -> tuple[int, str]
 
 
 def _for_people(comments: Sequence[str]) -> tuple[str, ...]:
-    """Comments that are no directives, without white space and the stars of a block around them; no empty ones."""
+    """Non-empty comments other than directives, without surrounding white space and the stars of a block comment."""
     texts = (comment.strip(" \t*") for comment in comments if not DIRECTIVE.match(comment))
     return tuple(text for text in texts if text)

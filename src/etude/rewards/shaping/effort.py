@@ -1,15 +1,15 @@
-"""Effort penalty of a rollout: the concave one of the Composer 2 report (arXiv 2603.24477, section 4.2).
+"""Effort penalty of a rollout, concave as in the Composer 2 report (arXiv 2603.24477, section 4.2).
 
     C(x) = ((1 + kx)^(1−q) − 1) / (k(1−q)),   C'(x) = (1 + kx)^(−q)
     q = 0: x      q = 1: ln(1 + kx) / k      q > 1: never above 1 / (k(q − 1))
 
-More effort costs most where little was spent, and hardly anything where a hard task needs much anyway. x is the sum of
-the effort of each kind times its price in the recipe.
+More effort costs most where little was spent, and hardly anything on a hard task that needs much anyway. x is the sum
+of the effort of each kind times its price in the recipe.
 
 The penalty is subtracted when rewards are compared, not when they are stored: it does not affect evaluations, and a
 rollout with zero reward for cheating is not better off than an honest failure.
 
-Owns what counts as effort and its price. Pure.
+Owns the kinds of effort and their prices. Pure.
 """
 
 import math
@@ -45,7 +45,7 @@ class Effort:
 
 def effort_of(turns: Sequence[Turn], counts: Mapping[str, int], thinking_end_id: int) -> Effort:
     """Count a rollout's turns and its calls by tool; ``thinking_end_id`` is the token that ends a turn's thinking, −1
-    where the model has none.
+    if the model has none.
     """
     thinking = [_thinking(turn, thinking_end_id) for turn in turns]
     others = [len(turn.completion_ids) - count for turn, count in zip(turns, thinking, strict=True)]
@@ -79,13 +79,13 @@ def concave_cost(spent: float, *, scale: float, curvature: float) -> float:
 
 
 def _thinking(turn: Turn, end_id: int) -> int:
-    """Tokens up to the last one that ends thinking, itself included."""
+    """Number of tokens up to and including the last one that ends thinking."""
     ends = np.flatnonzero(turn.completion_ids == end_id)
     return int(ends[-1]) + 1 if len(ends) else 0
 
 
 def _outputs(turns: Sequence[Turn]) -> int:
-    """Tokens beyond the reply that each context goes on from; other contexts may have had turns in between."""
+    """Tokens after the reply that each context continues; turns of other contexts may be in between."""
     return sum(
         len(turn.prompt_ids) - turns[parent].length
         for turn, parent in zip(turns, continued(turns), strict=True)

@@ -1,12 +1,12 @@
 """Hints for single turns of a rollout: the mistaken turn, and the advice that would have helped before it.
 
-    turns ──words──▶ rules, one after the other ──▶ at most one hint a turn ──▶ the earliest few
-                     └─ where that leaves room: a judge
+    turns ──text──▶ rules, in order ──▶ at most one hint per turn ──▶ the earliest few
+                    └─ if fewer than the limit: a judge
 
-A hint is for the turn that *made* the mistake, not for the one that read about it: the same model with the hint in its
-context teaches exactly that turn (:mod:`etude.trainer.distillation`). If several rules apply to a turn, the first one
-of the table is used: a recipe's before the built-in ones, any rule before a judge. The earliest mistakes of a rollout
-get hints: later ones were made with earlier ones in context, and are treated once those are gone.
+A hint is for the turn that *made* the mistake, not for the one that read its result: the same model with the hint in
+its context teaches exactly that turn (:mod:`etude.trainer.distillation`). If several rules apply to a turn, the first
+one of the table is used: a recipe's before the built-in ones, any rule before a judge. The earliest mistakes of a
+rollout get hints: later ones were made with earlier ones in context, and are treated once those are gone.
 
 Owns that choice and the rules about the built-in tools. Does not own the insertion of a hint into a context
 (:mod:`etude.tokens.reminders`) or the training on it.
@@ -25,7 +25,7 @@ from etude.rewards.transcript import SpokenTurn, attributed
 from etude.types import Hint, Ids, Task, Turn
 
 HINT_CHARACTERS = 1_000
-"""Length to which a hint is truncated: it is read once more for every turn that it is for."""
+"""Maximum length of a hint; longer ones are truncated, since the model reads a hint again for each of its turns."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Rule:
 
 
 def _answered(name: str, observation: str, text: str) -> Rule:
-    """A rule about a call that a tool answered with ``observation``; a request may stand on the lines below."""
+    """A rule for calls that a tool answered with ``observation``; another request may follow on the next lines."""
     pattern = re.compile(rf"\A{re.escape(observation)}(?:\n|\Z)")
     return Rule(name=name, where="answered", pattern=pattern, text=text)
 
@@ -82,7 +82,7 @@ TOOL_RULES: tuple[Rule, ...] = (
         "Reminder: done N closes the item that todo TEXT was answered with: take its number N from there.",
     ),
 )
-"""Rules from answers of the built-in tools to failed calls to helpful hints."""
+"""Rules for failed calls of the built-in tools, by the tool's answer."""
 
 
 class HintProvider(Protocol):
@@ -108,16 +108,18 @@ class HintFinder:
         fits: Callable[[Ids], bool],
         provider: HintProvider | None = None,
     ) -> None:
-        """``most`` hints a rollout, for turns whose context ``fits`` one. The provider is asked after the rules."""
+        """At most ``most`` hints per rollout, for turns whose context ``fits`` one. Rules take precedence over the
+        provider.
+        """
         self._rules = tuple(rules)
         self._most = most
         self._fits = fits
         self._provider = provider
 
     async def find(self, task: Task, turns: Sequence[Turn], spoken: Sequence[SpokenTurn]) -> tuple[Hint, ...]:
-        """The hints of a rollout, by turn; ``spoken`` are its turns in words.
+        """The hints of a rollout, by turn; ``spoken`` are its turns as text.
 
-        If the provider is unavailable there are fewer hints; the rollout is used all the same.
+        If the provider is unavailable, there are fewer hints and no error.
         """
         teachable = {index for index, turn in enumerate(turns) if self._is_teachable(turn)}
         hints = chosen(ruled(spoken, self._rules), teachable, self._most)
@@ -155,7 +157,7 @@ def chosen(hints: Iterable[Hint], teachable: set[int], most: int) -> tuple[Hint,
 
 
 def malformed_call_rewards(turns: Sequence[SpokenTurn]) -> tuple[float, ...]:
-    """One reward for each turn: −1 where the built-in tools turned its call away, else 0 (``credit.kind = "shaped"``).
+    """One reward per turn: −1 if the built-in tools rejected its call, else 0 (``credit.kind = "shaped"``).
 
     A turn whose call was malformed, or named something that does not exist, cost a call without any effect,
     independently of the rollout's outcome. It is a separate reward and not a potential: a model that makes no calls

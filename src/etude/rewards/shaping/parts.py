@@ -1,6 +1,6 @@
 """The parts of a recipe's reward: description, validation and digest. Pure.
 
-    recipe, rubrics ──reward_spec──▶ what a reward is made of ──digest_of──▶ the fact that a run may not change
+    recipe, rubrics ──reward_spec──▶ specification of a reward ──digest_of──▶ digest, which is fixed for a run
 
 Does not own the sum (:mod:`etude.rewards.score`) or where values come from (:mod:`etude.run.scoring`).
 """
@@ -20,11 +20,11 @@ from etude.rewards.shaping.behaviour import TERMS
 from etude.types import Group
 
 RewardSpec: TypeAlias = Mapping[str, Mapping[str, object]]
-"""Part → what decides its contribution: source, version, weight, range, …, and the digest of its rubric."""
+"""Part → everything that determines its contribution: source, version, weight, range, …, and its rubric's digest."""
 
 
 def describe(config: RewardConfig) -> list[str]:
-    """Description of the reward and its range, for people; empty where it is the grade alone. Raises like
+    """Description of the reward and its range, for people; empty if it is the grade alone. Raises like
     :func:`check_behaviours`.
     """
     check_behaviours(config)
@@ -101,7 +101,7 @@ def differences(before: RewardSpec, now: RewardSpec) -> list[str]:
 
 
 def mean_parts(groups: Iterable[Group]) -> dict[str, float]:
-    """Mean of each recorded reward part over the rollouts that have it, quarantined ones left out."""
+    """Mean of each recorded reward part over the rollouts that have it, without quarantined ones."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         for rollout in group.rollouts:

@@ -57,11 +57,15 @@ def render_manifests(
     """Write the manifests of a run: file name → YAML. ``run`` is its short name, which is part of all names.
 
     If one cluster has several regions, the names contain the region too. Raises :class:`~etude.errors.ConfigError` if
-    the cluster has no image.
+    the cluster has no image, or a region the name of the folder of phases.
     """
     cluster = fleet.kubernetes
     if not cluster.image:
         raise ConfigError("kubernetes.image is missing: name the container image that has étude in it")
+    if PHASES in fleet.regions_by_name:
+        raise ConfigError(
+            f"regions: name = {PHASES!r}: the folder of that name has what runs before the loop; rename the region"
+        )
     bases = {PHASES: [_phases(phases, cluster, run)]}
     for region, specs in groupby(sorted(loop, key=lambda spec: spec.region), key=lambda spec: spec.region):
         bases[region] = list(_region(list(specs), cluster, f"{run}-{region}" if cluster.region_label else run))
@@ -95,7 +99,7 @@ class _Plain(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without typ
     """YAML dumper without anchors and aliases, since people read manifests."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Yes."""
+        """Return true for every object."""
         return True
 
 

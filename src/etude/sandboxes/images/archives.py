@@ -1,8 +1,8 @@
-"""Tars that are not trusted: read, checked and written in memory. Pure.
+"""Reading, checking and writing of untrusted tar archives in memory. Pure.
 
-Owns what an archive may hold: files, folders and symbolic links, each once, by a name that stays below the folder it
-is unpacked in and leads through no link. Where the files come from and go to is :mod:`etude.sandboxes.folders`' and
-each provider's.
+Owns the valid contents of an archive: files, folders and symbolic links, with unique names that stay below the target
+folder and lead through no link. :mod:`etude.sandboxes.folders` and the providers own the sources and targets of the
+files.
 """
 
 import io
@@ -13,21 +13,21 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 
 EXPORT_LIMIT_BYTES = 64 << 20
-"""Most bytes of an archive, unless its reader says otherwise."""
+"""Default limit of an archive's size."""
 MAX_ENTRIES = 200_000
-"""Most entries of one archive: several times the files of a large repository."""
+"""Maximum number of entries of one archive: several times the files of a large repository."""
 NAME_LIMIT_BYTES, PART_LIMIT_BYTES = 4096, 255
-"""Longest path and longest part of one, as Linux has them."""
+"""Maximum length of a path and of one of its parts, as in Linux."""
 PERMISSIONS = 0o777
-"""Bits of a mode that survive: none that would lend a user's rights to others."""
+"""Bits of a mode that are preserved; set-user-ID and set-group-ID are not."""
 MTIME_END_S = 1 << 33
-"""First date that is refused, in the year 2242: what a tar can write as a plain number, and any file system keep."""
+"""First date that is rejected, in the year 2242: tar stores earlier ones as numbers, and all file systems have them."""
 BLOCK_BYTES = 512
 """Unit of a tar."""
 
 
 class EntryKind(StrEnum):
-    """A kind of entry that an archive may hold."""
+    """A kind of entry in an archive."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -44,21 +44,21 @@ class Entry:
     mode: int = 0o644
     """Permissions alone."""
     data: bytes = b""
-    """Size of a file."""
+    """Content of a file."""
     target: str = ""
-    """Target of a link, as it was written; it may lead anywhere."""
+    """Target of a link, unchanged; it may lead anywhere."""
     mtime_s: int = 0
 
 
 class ByteBudget:
-    """A count of the bytes of files that may still be read for one archive."""
+    """The number of bytes that may still be read from files for one archive."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self.left_bytes = limit_bytes
 
     def take(self, name: str, data: bytes) -> bytes:
-        """Count the bytes of a file, and hand them on. ``ValueError`` when that is too many."""
+        """Count the bytes of a file, and return them. ``ValueError`` if they exceed the budget."""
         if len(data) > self.left_bytes:
             raise too_much(name, self._limit_bytes)
         self.left_bytes -= len(data)
@@ -66,10 +66,10 @@ class ByteBudget:
 
 
 def read_archive(tar: bytes) -> tuple[Entry, ...]:
-    """The entries of an uncompressed tar, in its order; ``ValueError`` unless all are fit to be unpacked.
+    """The entries of an uncompressed tar, in its order; ``ValueError`` unless all can be unpacked.
 
-    A name must be relative and without ``..``, appear once (a folder may again), and have nothing but folders above it.
-    Hard links, devices, pipes, sparse files, dates that no file has and archives that are cut short are refused.
+    A name must be relative and without ``..``, occur once (except for folders), and have only folders above it. Hard
+    links, devices, pipes, sparse files, impossible dates and truncated archives are rejected.
     """
     try:
         with tarfile.open(fileobj=io.BytesIO(tar), mode="r:") as archive:
@@ -80,7 +80,7 @@ def read_archive(tar: bytes) -> tuple[Entry, ...]:
 
 
 def write_archive(entries: Iterable[Entry], limit_bytes: int = EXPORT_LIMIT_BYTES) -> bytes:
-    """An uncompressed tar of ``entries``, the first of each name. ``ValueError`` beyond ``limit_bytes``."""
+    """Write ``entries`` to an uncompressed tar, only the first of each name. ``ValueError`` beyond ``limit_bytes``."""
     file, names = io.BytesIO(), set[str]()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for entry in entries:
@@ -94,9 +94,9 @@ def write_archive(entries: Iterable[Entry], limit_bytes: int = EXPORT_LIMIT_BYTE
 
 
 def plain_name(path: str) -> str:
-    """A relative path without what means nothing (``./a//b/`` is ``a/b``); empty for the folder itself.
+    """Normalise a relative path (``./a//b/`` is ``a/b``); empty for the folder itself.
 
-    ``ValueError`` for one that does not stay below, or is too long for Linux.
+    ``ValueError`` for one that does not stay below the folder, or is too long for Linux.
     """
     parts = PurePosixPath(path).parts
     if path.startswith("/") or ".." in parts or "\0" in path:
@@ -108,13 +108,13 @@ def plain_name(path: str) -> str:
 
 
 def too_much(name: str, limit_bytes: int) -> ValueError:
-    """The error for an archive that would not stay within its limit, and where it left it."""
+    """The error for an archive that exceeds its limit, naming the entry at which it does."""
     return ValueError(f"more than {limit_bytes} bytes, at {name!r}: ask for fewer files, or raise limit_bytes")
 
 
 def check_date(member: tarfile.TarInfo) -> None:
-    """Raise ``ValueError`` for a date of a tar's member that cannot be given to a file: pax headers hold any number."""
-    if not 0 <= member.mtime < MTIME_END_S:  # so is what is no number
+    """Raise ``ValueError`` for a date that no file can have: pax headers may contain any number."""
+    if not 0 <= member.mtime < MTIME_END_S:  # also true for NaN
         raise ValueError(
             f"{member.name!r} in the archive has the date {member.mtime} s, no file's: "
             f"use one from 0 to {MTIME_END_S - 1} s after 1970"

@@ -4,10 +4,10 @@
     registry, archive, layout folder ──skopeo copy──┴▶ manifest, config, blobs ──tar──▶ layers ──▶ Image
 
 Both programs read the user's own settings: registries.conf, storage.conf, and the credentials that `podman login`
-stores in ``REGISTRY_AUTH_FILE``; étude never reads, prints or stores these. A blob is unpacked once, however many
-images share it. Owners are preserved, which needs root; extended attributes and devices are dropped. An image whose
-user is root nevertheless runs as the user ``agent``, which is added to its ``/etc/passwd``; the working folder and the
-home belong to the user. ``CMD`` is not run: the harness decides what runs.
+stores in ``REGISTRY_AUTH_FILE``; étude never reads, prints or stores these. A blob is unpacked once, even if several
+images share it. Owners are preserved, which needs root; extended attributes and devices are dropped. If an image's user
+is root, it nevertheless runs as the user ``agent``, which is added to its ``/etc/passwd``; the working folder and the
+home belong to the user. ``CMD`` is not run: the harness decides which commands run.
 
 A service has its own image, and its root is a folder of the sandbox (``Image.services``): its blobs are unpacked below
 that folder, into ordinary layers, so that each provider shows, limits, copies and forks them like all files. For
@@ -42,13 +42,13 @@ FETCH_TIMEOUT_S = 3600.0
 UNPACK_TIMEOUT_S = 1800.0
 """Timeout for one blob."""
 LOG_CHARACTERS = 2000
-"""Characters of a failed program's log in the error."""
+"""Maximum length of a failed program's log in the error."""
 USERS = range(1, 65534)
-"""User numbers that commands may have: a sandbox has 65,536, the last two of which are not the image's."""
+"""Valid user numbers: a sandbox has 65,536, the last two of which are reserved."""
 WHITEOUT, OPAQUE, IGNORED = ".wh.", ".wh..wh..opq", ".wh..wh."
 """Names in a blob that mark removed files of lower layers. Source: https://github.com/opencontainers/image-spec."""
 SYSTEM = ("usr", "bin", "sbin", "lib", "etc", "dev", "proc", "sys", "root")
-"""Folders that are homes of Debian's system users; they are never given to a user."""
+"""Folders that are homes of Debian's system users; they never become a user's home."""
 SECOND_NS = 1_000_000_000
 
 
@@ -101,7 +101,7 @@ class _Fetched:
             manifest = json.loads((self.folder / "manifest.json").read_bytes())
             config = json.loads(self._blob(manifest["config"]).read_bytes()).get("config") or {}
             if not isinstance(config, dict):
-                raise TypeError("its settings are not an object")
+                raise TypeError(f"the settings of its containers are {config!r:.80}, expected a JSON object")
             return config
 
     def _blob(self, descriptor: Mapping[str, Any]) -> Path:
@@ -426,7 +426,7 @@ def _unpack(blob: Path, tree: Path) -> Path:
 
 
 def _hide(folder: Path, name: str) -> None:
-    """Hide what lower layers have under a name; what this layer has stays."""
+    """Hide an entry of lower layers; an entry of this layer stays."""
     if name in ("", ".", ".."):
         raise SandboxError(f"a layer removes {name!r} in {folder.name}: it is damaged, or an attack")
     path = folder / name
@@ -491,7 +491,7 @@ def _account(text: str, trees: Sequence[Path]) -> tuple[int, int, str]:
 
 
 def _accounts(trees: Sequence[Path], user: ImageUser, tree: Path) -> Path | None:
-    """A layer that adds the user and the host name, made in ``tree``; ``None`` if the image has them."""
+    """Create a layer in ``tree`` that adds the user and the host name; ``None`` if the image has them."""
     texts: dict[str, str] = {}
     for path, number, rest in (
         ("etc/passwd", user.uid, f":{user.gid}::{user.home}:/bin/sh"),

@@ -1,11 +1,11 @@
-"""Base systems out of Debian packages: a root directory, a disk of it, and what a virtual machine needs to boot it.
+"""Base systems made of Debian packages: a root directory, the same as a disk, and the files to boot a virtual machine.
 
     bases/NAME/
       root/            the root directory, for sandboxes that share this machine's kernel
       root.squashfs    the same as a disk
       vmlinuz          Debian's kernel for virtual machines
       initramfs        busybox, the kernel modules of virtio disks and ports, and a script that starts the agent
-      made.json        what it was made from: inputs, their digest, every package with its version
+      made.json        its inputs, their digest, and every package with its version
 
 ``mmdebstrap`` does the work, as root or, if user namespaces and ``/etc/subuid`` allow it, as any user. A base is built
 in a temporary folder and moved into place when complete. The result depends on the suite, the mirror and the packages;
@@ -78,21 +78,21 @@ class BaseRecipe:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the inputs and the way in which they are used."""
+        """SHA-256 of the inputs and of the build steps."""
         inputs = [self.suite, self.mirror, sorted({*PACKAGES, *self.packages}), FETCH_BOOT, FINISH, TRIMMED, LEFTOVERS]
         return hashlib.sha256(orjson.dumps(inputs)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """A base system that is stored."""
+    """A stored base system."""
 
     name: str
     folder: Path
     digest: str
-    """Digest of the recipe it was made from."""
+    """Digest of its recipe."""
     packages: tuple[str, ...]
-    """``name=version``, all of them."""
+    """``name=version`` of every package."""
 
     @property
     def root(self) -> Path:
@@ -116,7 +116,7 @@ class Base:
 
 
 def open_base(store: ImageStore, name: str = "debian") -> Base:
-    """A stored base system. Raises :class:`~etude.errors.ConfigError` when there is none of that name."""
+    """Open a stored base system. Raises :class:`~etude.errors.ConfigError` if there is none of that name."""
     folder = store.folder / "bases" / name
     try:
         made = orjson.loads((folder / "made.json").read_bytes())
@@ -131,8 +131,8 @@ def open_base(store: ImageStore, name: str = "debian") -> Base:
 def build_base(store: ImageStore, recipe: BaseRecipe | None = None, progress: Progress = print) -> Base:
     """Build a base system, or open it if it was built from the same recipe; takes about two minutes and 600 MB.
 
-    Raises :class:`~etude.errors.ConfigError` when a tool is missing, :class:`~etude.errors.SandboxError` with the end
-    of the log when the build fails.
+    Raises :class:`~etude.errors.ConfigError` if a tool is missing, :class:`~etude.errors.SandboxError` with the end
+    of the log if the build fails.
     """
     recipe = recipe or BaseRecipe()
     with _only_builder(store, recipe.name, progress):
@@ -154,7 +154,7 @@ def build_base(store: ImageStore, recipe: BaseRecipe | None = None, progress: Pr
 
 
 def remove_base(store: ImageStore, name: str) -> None:
-    """Remove a base system. Raises :class:`~etude.errors.ConfigError` when there is none of that name."""
+    """Remove a base system. Raises :class:`~etude.errors.ConfigError` if there is none of that name."""
     base = open_base(store, name)
     with store.incoming() as folder:
         base.folder.rename(folder / "removed")
@@ -205,7 +205,7 @@ def _bootstrap_command(recipe: BaseRecipe, tar: Path) -> list[str]:
 
 
 def _unpack_boot(base: Path, folder: Path) -> None:
-    """Take the kernel, its modules and busybox out of their packages."""
+    """Extract the kernel, its modules and busybox from their packages."""
     boot = folder / "boot"
     for package in (base / "root/boot-packages").glob("*.deb"):
         _run(["dpkg-deb", "-x", str(package), str(boot)], lambda line: None)
@@ -224,7 +224,7 @@ def _packages(status: str) -> list[str]:
 
 
 def _empty(folder: Path) -> None:
-    """Remove all that is in a folder of a root, if it has that folder."""
+    """Remove the content of a folder of a root, if the folder exists."""
     for inner in list(folder.iterdir()) if folder.is_dir() else ():
         if inner.is_dir() and not inner.is_symlink():
             remove_tree(inner)
@@ -235,7 +235,7 @@ def _empty(folder: Path) -> None:
 
 
 def _run(argv: Sequence[str], progress: Progress) -> None:
-    """Run a program, with its lines as progress. Raises :class:`~etude.errors.SandboxError` with the last of them."""
+    """Run a program and report its output lines. Raises :class:`~etude.errors.SandboxError` with the last of them."""
     environment = {**os.environ, "SOURCE_DATE_EPOCH": EPOCH, "LC_ALL": "C.UTF-8", "TZ": "UTC"}
     lines: list[str] = []
     deadline = time.monotonic() + BUILD_TIMEOUT_S
@@ -252,7 +252,7 @@ def _run(argv: Sequence[str], progress: Progress) -> None:
                 if time.monotonic() > deadline:
                     raise SandboxError(f"{argv[0]} was not done after {BUILD_TIMEOUT_S} s")
         except BaseException:
-            process.terminate()  # it removes what it made
+            process.terminate()  # it removes its temporary files
             raise
     if process.returncode != 0:
         raise SandboxError(f"{argv[0]} failed with exit code {process.returncode}:\n" + "\n".join(lines))

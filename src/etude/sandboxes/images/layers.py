@@ -50,7 +50,7 @@ def entries(tree: Path, owned: Sequence[str] | None = OWNED) -> Iterator[TreeEnt
     """All entries below ``tree``, folders before their content, ordered by the bytes of their paths.
 
     Entries below the paths ``owned`` and those of this machine's user 1000 belong to the agent, others to root; with
-    ``None`` owners are unchanged. Raises ``ValueError`` for an entry that no layer may hold, with its path.
+    ``None`` owners are unchanged. Raises ``ValueError`` for an entry that a layer cannot contain, with its path.
     """
     places = None if owned is None else tuple(place.strip("/") for place in owned)
     waiting = [""]
@@ -68,7 +68,7 @@ def entries(tree: Path, owned: Sequence[str] | None = OWNED) -> Iterator[TreeEnt
 def digest_tree(tree: Path, owned: Sequence[str] | None = OWNED) -> str:
     """SHA-256 over the paths, kinds, modes, owners, contents and links in a tree; times are ignored.
 
-    Raises ``ValueError`` for entries that no layer may hold.
+    Raises ``ValueError`` for entries that a layer cannot contain.
     """
     digest = hashlib.sha256()
     for entry in entries(tree, owned):
@@ -80,7 +80,7 @@ def copy_tree(source: Path, target: Path, owned: Sequence[str] | None = OWNED) -
     """Copy the content of ``source`` into the new folder ``target`` and return the digest of the copy.
 
     Modes and times are preserved. Root sets the layer's owners; any other user owns the copies. Raises ``ValueError``
-    for entries that no layer may hold.
+    for entries that a layer cannot contain.
     """
     target.mkdir(mode=0o755)
     digest = hashlib.sha256()
@@ -113,7 +113,7 @@ def paths_below(place: Path) -> Iterator[Path]:
 
 
 def places_in(tree: Path, places: Sequence[str]) -> list[str]:
-    """Those ``places`` that exist in a tree, except its root and paths behind a link."""
+    """The ``places`` that exist in a tree, except its root and paths behind a link."""
     there = [place for place in places if place.strip("/") and os.path.lexists(tree / place.lstrip("/"))]
     return [place for place in there if first_link(tree, place) is None]
 

@@ -1,8 +1,9 @@
-"""The machine's own programs as a base system: the few files around them, made once by each provider.
+"""The machine's own programs as a base system: a small directory tree around them, created once by each provider.
 
-    /usr, /bin, /lib… of the machine, read-only ◀ this skeleton: /etc as programs need it, empty folders, who is who
+    /usr, /bin, /lib… of the machine, read-only ◀ this skeleton: a minimal /etc, empty folders, user accounts
 
-Owns the skeleton's contents. Copies instead of showing: nothing of the machine's ``/etc`` is seen but what is listed.
+Owns the skeleton's contents. Copies files instead of mounting folders: only the listed parts of the machine's ``/etc``
+are visible.
 """
 
 import os
@@ -18,14 +19,14 @@ from etude.sandbox_spec import WORKDIR, SandboxSpec
 from etude.sandboxes.ns.root import AGENT, HOME, HOSTNAME, hosts_text
 
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-"""Folders or links beside ``/usr`` where programs and libraries may be."""
+"""Folders or links, in addition to ``/usr``, that may contain programs and libraries."""
 ETC_FILES = (
     *("debian_version", "host.conf", "inputrc", "issue", "ld.so.cache", "ld.so.conf", "localtime", "login.defs"),
     *("magic", "mime.types", "netconfig", "nsswitch.conf", "os-release", "profile", "protocols", "rpc", "services"),
     *("shells", "timezone"),
 )
 ETC_FOLDERS = ("alternatives", "fonts", "java-17-openjdk", "ld.so.conf.d", "perl", "ssl/certs", "terminfo")
-"""Parts of ``/etc`` that programs need to start, name services and check certificates; no secrets and no accounts."""
+"""Parts of ``/etc`` that programs need to start, resolve names and check certificates; no secrets and no accounts."""
 EMPTY_FOLDERS = ("dev", "home", "media", "mnt", "opt", "proc", "root", "run", "srv", "sys", "usr", "var/lib", "var/log")
 OWN_FILES = {
     "etc/passwd": "root:x:0:0:root:/root:{shell}\n"
@@ -36,15 +37,15 @@ OWN_FILES = {
     "etc/hosts": hosts_text((), HOSTNAME),
     "etc/resolv.conf": "",
 }
-"""Files that tell a program its user and its machine."""
+"""Files with a sandbox's users and host names."""
 SEARCH_FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-"""Folders of every search path, in this order."""
+"""Folders of every search path, in order."""
 ROOT_HOME = "/root"
 PERMANENT = 0o755
 
 
 def write_skeleton(folder: Path) -> None:
-    """Make the skeleton in a new ``folder``. Files of the machine that are not there are left out."""
+    """Create the skeleton in a new ``folder``. Files that the machine lacks are left out."""
     folder.mkdir(mode=PERMANENT)
     for name in (*EMPTY_FOLDERS, "tmp", "var/tmp", "etc/ssl", WORKDIR.strip("/"), HOME.strip("/")):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def write_skeleton(folder: Path) -> None:
 
 @cache
 def machine_folders() -> Mapping[str, Path]:
-    """Folders of the machine that are shown beside ``/usr``: separate system folders, and the Python that runs here."""
+    """Folders of the machine that are shown besides ``/usr``: separate system folders, and this process's Python."""
     shown = {f"/{name}": Path("/", name) for name in SYSTEM_FOLDERS}
     shown = {target: path for target, path in shown.items() if path.is_dir() and not path.is_symlink()}
     interpreter = Path(sys.base_prefix)
@@ -84,8 +85,8 @@ def machine_folders() -> Mapping[str, Path]:
 def variables_of(spec: SandboxSpec) -> dict[str, str]:
     """Variables of every command.
 
-    The ``PATH`` has the programs of the mounts, the image's own or the system's, and last those of the Python that runs
-    here, where the base system is the machine's.
+    ``PATH`` has the programs of the mounts, then the image's own folders or the system's. If the base system is the
+    machine's, the folder of this process's Python is last.
     """
     image = spec.image
     folders = [f"{target}/bin" for target, source in spec.mounts.items() if (source / "bin").is_dir()]
@@ -98,7 +99,7 @@ def variables_of(spec: SandboxSpec) -> dict[str, str]:
 
 
 def environment_mounts(folder: Path) -> dict[str, Path]:
-    """A Python environment as programs in it expect to find it: at its own path, and the Python it was made from."""
+    """Mounts for a Python environment: the folder at its own path, and the Python installation it was made from."""
     folder = folder.absolute()
     mounts = {str(folder): folder}
     settings = folder / "pyvenv.cfg"
@@ -112,7 +113,7 @@ def environment_mounts(folder: Path) -> dict[str, Path]:
 
 
 def _open_up(folder: Path) -> None:
-    """Let everybody read, whatever our own mask is."""
+    """Make all files readable for everyone, independently of the umask."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent, name)

@@ -1,4 +1,4 @@
-"""The store of images on this machine: layers by their content, images over them, base systems, disks made of layers.
+"""The store of images on this machine: layers by their digest, images of layers, base systems, and disks of layers.
 
     folder/
       layers/DIGEST/        a directory tree, see etude.sandboxes.images.layers
@@ -7,7 +7,7 @@
       bases/NAME/           the root directory of a base system, and what belongs to it (etude.sandboxes.images.debian)
       blobs/DIGEST…         the layer that a blob of a registry was unpacked to (etude.sandboxes.images.containers)
       disks/DIGEST.squashfs a layer as a read-only disk, for virtual machines
-      incoming/             what is being written; renamed into its place when it is whole
+      incoming/             incomplete files; each is renamed into place when it is complete
 
 Files in a layer keep their owner and mode, so a set-uid file of root would give root's rights to any user who runs it:
 only the store's owner can enter the parent folders.
@@ -169,8 +169,9 @@ class ImageStore:
             stored = orjson.loads((self.folder / "images" / f"{digest}.json").read_bytes())
         except FileNotFoundError:
             raise ConfigError(
-                f"image {reference!r} is not in {self.folder}: build it with `etude images build` or "
-                "`etude tasks build`, or set ETUDE_IMAGES to the folder that has it"
+                f"image {reference!r} is not in {self.folder}: build it with `etude images build`, `etude tasks build` "
+                "or, of a suite that has only records, `etude suite fetch`, or set ETUDE_IMAGES to the folder that "
+                "has it"
             ) from None
         except orjson.JSONDecodeError as error:
             raise DamagedError(f"image {digest} in {self.folder} is not JSON: {error}; build it again") from error

@@ -1,9 +1,9 @@
 """Runs one command in this process, which then ends with the command's exit code.
 
-``python`` is not a new interpreter: the program runs in the one that is already here, a fork of a warm process, which
-saves the start. What differs from a new one: the standard modules listed in :mod:`etude.sandboxes.local.zygote` are
-loaded (and, behind ``chroot``, no others can be), ``atexit`` functions do not run, threads end with the main one, and
-hashing is not randomised, so that a program prints the same everywhere.
+``python`` does not start a new interpreter: the program runs in the current one, a fork of a warm process, which saves
+the start time. The differences from a new interpreter: the standard modules listed in
+:mod:`etude.sandboxes.local.zygote` are loaded (and, behind ``chroot``, no others can be), ``atexit`` functions do not
+run, threads end with the main one, and hashing is not randomised, so that a program's output is the same everywhere.
 """
 
 import os
@@ -15,9 +15,9 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 PYTHON_NAMES = ("python", "python3")
-"""Commands that mean the interpreter at hand."""
+"""Commands that mean the current interpreter."""
 NOT_FOUND, NOT_EXECUTABLE, BAD_USAGE = 127, 126, 2
-"""Exit codes, as shells and Python have them."""
+"""Exit codes, as in shells and Python."""
 
 
 def run(argv: Sequence[str]) -> NoReturn:
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> NoReturn:
 
 
 class _ProcessEnd:
-    """Whatever leaves this block, a return or an exception, ends the process the way the interpreter would."""
+    """Context that ends the process on exit, after a return or an exception, in the same way as the interpreter."""
 
     def __enter__(self) -> None:
         return None
@@ -50,7 +50,7 @@ class _ProcessEnd:
             try:
                 stream.flush()
             except (AttributeError, OSError, ValueError):
-                code = code or 120  # Python's own code for output that was lost
+                code = code or 120  # Python's own code for lost output
         os._exit(code)
 
 

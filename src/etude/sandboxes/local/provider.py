@@ -7,7 +7,7 @@ Owns the sandboxes' directories and the worker processes. A worker that dies fai
 :meth:`LocalSandboxes.capabilities`, and :mod:`etude.sandboxes.local.zygote` for their meaning.
 
 States of a provider: new ──create──▶ open ──close──▶ closed. Consumes commands; waits for an idle worker and its
-answer, each with a deadline; on close every process and file is gone.
+answer, each with a deadline; on close all processes and files are removed.
 """
 
 import asyncio
@@ -45,13 +45,13 @@ GRANTS: Mapping[str, Capability] = MappingProxyType(
 )
 """Capabilities, by the grants that a worker reports."""
 HOMES = ("/home/agent", "/tmp")
-"""Folders that commands may write besides the working folder."""
+"""Folders that commands may write to, in addition to the working folder."""
 START_TIMEOUT_S = 30.0
 """Timeout for a worker to report; it takes some 50 ms on an idle machine."""
 QUEUE_TIMEOUT_S = 60.0
 """Timeout for a worker to become idle."""
 GRACE_S = 10.0
-"""Time after a command's own deadline until its worker counts as dead."""
+"""Time after a command's own deadline after which its worker counts as dead."""
 EXIT_TIMEOUT_S = 2.0
 """Timeout for a worker to end by itself once its stdin is closed."""
 
@@ -180,7 +180,7 @@ class LocalSandboxes:
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator["_WorkerProcess"]:
-        """A running worker, lent to one caller."""
+        """A running worker for exclusive use by one caller."""
         try:
             async with asyncio.timeout(QUEUE_TIMEOUT_S):
                 slot = await self._idle.get()
@@ -199,13 +199,13 @@ class LocalSandboxes:
         finally:
             try:
                 if slot.worker is not None and slot.worker.is_broken:
-                    await slot.close()  # and so its command is over
+                    await slot.close()  # this also ends its command
             finally:
                 self._idle.put_nowait(slot)
 
 
 class _WorkerSlot:
-    """Room for one worker process."""
+    """Slot of one worker process."""
 
     def __init__(self) -> None:
         self.worker: _WorkerProcess | None = None
@@ -217,7 +217,7 @@ class _WorkerSlot:
 
 
 class _WorkerProcess:
-    """Our end of a worker process."""
+    """The provider's end of a worker process."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
@@ -232,7 +232,7 @@ class _WorkerProcess:
 
     @classmethod
     async def start(cls, options: Mapping[str, str | int | bool | None]) -> Self:
-        """Start a process and hear what it is capable of. Raises :class:`~etude.errors.SandboxError`."""
+        """Start a process and read its capabilities. Raises :class:`~etude.errors.SandboxError`."""
         command = (
             "-P",
             "-s",
@@ -257,7 +257,7 @@ class _WorkerProcess:
         return worker
 
     async def ask(self, request: bytes, timeout_s: float) -> bytes:
-        """Send a frame and await its answer; on failure or cancellation, the command is killed."""
+        """Send a frame and return its answer; on failure or cancellation, the command is killed."""
         try:
             self._stdin.write(LENGTH.pack(len(request)) + request)
             return await self._read_frame(timeout_s)
@@ -267,7 +267,7 @@ class _WorkerProcess:
             raise
 
     async def close(self) -> None:
-        """End the process: it leaves when its stdin closes, or is killed."""
+        """End the process: close its stdin, and kill it if it does not exit."""
         self._stdin.close()
         try:
             async with asyncio.timeout(EXIT_TIMEOUT_S):

@@ -1,11 +1,11 @@
 """The process between a provider and a zygote: ``python -m etude.sandboxes.local.worker OPTIONS``.
 
     provider ──Request on stdin──▶ worker ──descriptors──▶ zygote ──fork──▶ command
-             ◀──Answer on stdout──        ◀──what the command prints──────────┘
+             ◀──Answer on stdout──        ◀──the command's output─────────────┘
 
 Owns the deadline and the output limit of one command at a time. Frames are a 4-byte big-endian length and JSON; nothing
-is ever unpickled. The first frame it writes holds the capabilities. It ends when its stdin closes, and everything below
-it ends with it. Standard library alone; commands are forked by :mod:`etude.sandboxes.local.zygote`.
+is ever unpickled. Its first frame has the capabilities. It ends when its stdin closes, and all processes below it end
+with it. Standard library alone; :mod:`etude.sandboxes.local.zygote` forks the commands.
 """
 
 import json
@@ -23,9 +23,9 @@ from etude.sandboxes.command_io import CappedOutput, in_memory
 from etude.sandboxes.local.zygote import KILL, MESSAGE_LIMIT_BYTES, ForkRequest, Invocation, Zygote, preload
 
 LENGTH = struct.Struct(">I")
-"""Precedes every frame."""
+"""Header of every frame."""
 REQUESTS, ANSWERS = 0, 1
-"""Descriptors whose other ends the provider holds."""
+"""Descriptors whose other ends belong to the provider."""
 READ_BYTES = 1 << 16
 """Size of a pipe."""
 
@@ -43,11 +43,11 @@ class WorkerRequest(TypedDict):
     stdin: str
     timeout_s: float
     output_limit: int
-    """Bytes kept of each of stdout and stderr."""
+    """Maximum number of stored bytes of stdout, and of stderr."""
 
 
 class CommandOutcome(TypedDict):
-    """The end of a command: the fields of :class:`~etude.protocols.ExecResult` and failures of the sandbox itself."""
+    """The result of a command: the fields of :class:`~etude.protocols.ExecResult`, and an error of the sandbox."""
 
     exit_code: int
     stdout: str
@@ -60,9 +60,9 @@ class CommandOutcome(TypedDict):
 
 
 def main() -> None:
-    """Confine this process, fork the zygote off and serve."""
+    """Confine this process, fork the zygote, and serve requests."""
     options = json.loads(sys.argv[1])
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # event loops differ in what they let a new process inherit
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # event loops differ in what a new process inherits
     preload()
     scratch = os.open(options["scratch"], os.O_PATH | os.O_DIRECTORY)
     if options["run_as"] is not None:
@@ -95,7 +95,7 @@ class CommandWorker:
             _write_frame(json.dumps(self.execute(json.loads(request))).encode())
 
     def execute(self, request: WorkerRequest) -> CommandOutcome:
-        """Run one command to its end and collect what it printed."""
+        """Run one command to its end and collect its output."""
         start = time.monotonic()
         stdout, stderr = _Output(request["output_limit"]), _Output(request["output_limit"])
         self._start(request, stdout, stderr)
@@ -111,11 +111,12 @@ class CommandWorker:
         )
 
     def _start(self, request: WorkerRequest, stdout: "_Output", stderr: "_Output") -> None:
-        """Give the zygote its command as four descriptors: what it is, and its standard input, output and errors.
+        """Send the command to the zygote as four descriptors: the invocation, and its standard input, output and
+        errors.
 
-        What it is and its input are files in memory, so no process has to feed them.
+        The invocation and the input are files in memory, so that no process has to feed them.
         """
-        cpu_s = math.ceil(request["timeout_s"]) + 1  # stops the command even if no process is left to do so
+        cpu_s = math.ceil(request["timeout_s"]) + 1  # stops the command even if no other process can
         invocation = Invocation(request["workdir"], request["environment"], request["argv"])
         message = json.dumps(ForkRequest(root=request["root"], cpu_s=cpu_s)).encode()
         files = [in_memory(invocation.to_bytes()), in_memory(request["stdin"].encode())]
@@ -125,7 +126,7 @@ class CommandWorker:
             os.close(descriptor)
 
     def _collect(self, stdout: "_Output", stderr: "_Output", deadline: float) -> tuple[int, str, bool]:
-        """Read until the zygote reports the end: exit code, error, and whether time ran out."""
+        """Read until the zygote reports the end; return exit code, error, and whether the command timed out."""
         outputs = {output.reader: output for output in (stdout, stderr)}
         poller = select.poll()
         for descriptor in (REQUESTS, self._control.fileno(), *outputs):
@@ -138,7 +139,7 @@ class CommandWorker:
                 timed_out = True
             ready = {fd for fd, _ in poller.poll(None if timed_out else math.ceil(left_s * 1000))}
             if REQUESTS in ready:
-                sys.exit()  # no request comes before its answer: the provider has hung up
+                sys.exit()  # a request before the last answer means that the provider has disconnected
             if self._control.fileno() in ready:
                 ending = json.loads(self._hear())
                 return ending["exit_code"], ending["error"], timed_out
@@ -176,7 +177,7 @@ class _Output:
         return bool(chunk)
 
     def close(self) -> str:
-        """All stored output; every writer is dead by now."""
+        """All stored output; all writers are dead by now."""
         while self.read():
             pass
         os.close(self.reader)

@@ -2,7 +2,7 @@
 
     worker ──(root, cpu seconds) + invocation, stdin, stdout, stderr──▶ zygote ──fork──▶ command
        ▲                                                                  │
-       └────────────────── exit code, once all of it is dead ─────────────┘
+       └──────────── exit code, once all of its processes are dead ───────┘
 
 The zygote never reads a command's input or output: it passes descriptors on, so no data of one task is in the memory of
 the next one's process. The kernel isolates commands: another user, namespaces, ``chroot``, no capabilities, limits, and
@@ -12,7 +12,7 @@ reported, never assumed:
 
     chroot             a command sees no file outside its root
     network_off        it has no network, not even the machine's own
-    process_namespace  it sees, signals and changes no process but its own, and all of those die with it
+    process_namespace  it sees, signals and changes only its own processes, all of which die with it
     process_limit      it cannot use up the machine's processes
 
 Not isolated: the kernel itself, timing, and the number of files that a command creates. This suits models in training,
@@ -45,7 +45,7 @@ PRELOADED = (
 be unavailable.
 """
 MESSAGE_LIMIT_BYTES = 4 << 10
-"""Longest message between worker and zygote."""
+"""Maximum length of a message between worker and zygote."""
 KILL = b"kill"
 """Message of the worker when a command has timed out."""
 PACKAGE_ROOT = str(Path(__file__).parents[3])

@@ -1,8 +1,8 @@
 """Children of the launcher: a sandbox's first process, a command, or one of étude's own jobs.
 
-The first two are lists of system calls (:mod:`etude.sandboxes.ns.syscalls`), the third is a fork. The order of steps
-confines a command: enter its namespaces and groups, drop root, forbid new privileges, drop capabilities, and last
-install the system call filter. Standard library alone.
+The first two are lists of system calls (:mod:`etude.sandboxes.ns.syscalls`), the third is a fork. A command is confined
+in this order: enter its control groups and namespaces, set its limits, drop root, drop capabilities, forbid new
+privileges, and last install the system call filter. Standard library alone.
 """
 
 import ctypes
@@ -77,8 +77,8 @@ OPAQUE = "user.overlay.opaque"
 """The attribute of a folder that hides the content of lower layers."""
 COPY_BYTES = 1 << 20
 END_ROUNDS, ROUND_S = 50, 0.02
-"""Searches of a session for living or new processes, and the time for killed ones to end; after that, all processes of
-the sandbox are ended.
+"""Number of rounds that kill processes which still live or are new, and the pause after each. If processes of a
+command's session are left after the last round, all processes of the sandbox are killed.
 """
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -250,9 +250,7 @@ class TreeCopier:
     """Copies a tree of untrusted files through descriptors: links are never followed, even if swapped meanwhile."""
 
     def __init__(self, owned: Sequence[str] | None, user: Sequence[Any]) -> None:
-        """With ``owned``, unpack: files below these paths get the owner ``user``, others keep theirs; ``None`` sets no
-        owners.
-        """
+        """Files below the paths ``owned`` get the owner ``user``, and others keep theirs; ``None`` sets no owners."""
         self._owned = owned
         self._user = user[0], user[1]
 
@@ -336,8 +334,8 @@ NOT_FOUND, NOT_EXECUTABLE = 127, 126
 SIGACTION_BYTES, SIGNAL_SET_BYTES = 32, 8
 RESOLVE_NO_SYMLINKS = 0x04
 NEW_PROCESS = CLONE_VM | CLONE_VFORK | CLONE_PARENT | signal.SIGCHLD
-"""Flags for a process in a new process namespace: a child of the process that enters it, with the launcher
-as parent.
+"""Flags that start a process in a process namespace. Only processes cloned after ``setns`` or ``unshare`` are in it, so
+the caller makes one, with the launcher as its parent, and exits.
 """
 
 
@@ -424,7 +422,7 @@ def command_process(
     score = calls.add("openat", AT_FDCWD, b"/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     calls.add("write", score, OUT_OF_MEMORY_SCORE, len(OUT_OF_MEMORY_SCORE))
     _join_groups(calls, entries)
-    calls.add("prctl", PR_SET_DUMPABLE, 0)  # its user's processes inside must not read the launcher's memory
+    calls.add("prctl", PR_SET_DUMPABLE, 0)  # its user's other processes must not read the launcher's memory
     calls.add("setns", box.pidfd, JOINED)
     for number, descriptor in enumerate(descriptors):
         calls.add("dup3", descriptor, number, 0)
@@ -570,7 +568,7 @@ def _add_user(calls: CallList, user: int | None, group: int | None = None) -> No
 
 
 def _add_capabilities(calls: CallList, capabilities: frozenset[int]) -> None:
-    """Keep only some capabilities, and prevent gaining any."""
+    """Keep only these capabilities, and forbid to gain others."""
     calls.add("capset", *capability_sets(capabilities))
     calls.add("prctl", PR_SET_NO_NEW_PRIVS, 1)
 
@@ -623,7 +621,7 @@ def _action(handler: signal.Handlers) -> bytes:
 
 
 def _start_session() -> None:
-    """Enter a new process group, with default signal handlers."""
+    """Start a new session, with the default handlers of SIGINT and SIGTERM, which the launcher ignores."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

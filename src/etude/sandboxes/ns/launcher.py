@@ -59,7 +59,7 @@ from etude.sandboxes.ns.syscalls import (
 CLOSE_TIMEOUT_S = 20.0
 """Timeout for all processes to end on shutdown."""
 IDLE_S = 0.01
-"""Idle time before preparing ahead: the maker of a sandbox will soon send another request."""
+"""Idle time before a uid range is made ahead: after a request for a sandbox, others follow soon and come first."""
 PROCESS_NUMBER_BYTES = 32
 """More bytes than any process number has digits."""
 ALL_USERS = ["0", "0", "4294967295"]
@@ -339,7 +339,8 @@ def _fork_through(box: SandboxRecord) -> int:
 def enter_namespaces() -> bool:
     """Enter a new mount namespace, and a user namespace unless this is the machine's root; true if it is root.
 
-    No user in a sandbox maps to the machine's root: files of the kernel check the user, not its capabilities.
+    The machine's root needs no namespace here, as each sandbox gets a user namespace with other users: no sandbox may
+    run as the machine's root, not even without capabilities, since files of the kernel check only the user.
     """
     user, group = os.geteuid(), os.getegid()
     is_root = user == 0 and _text("/proc/self/uid_map").split() == ALL_USERS
@@ -359,7 +360,7 @@ def open_bare_namespace(folder: Path) -> int:
         unshare(CLONE_NEWNS)
         make_bare_root(str(folder))
 
-    with held_child(prepare, "no mount namespace of its own can be made for sandboxes") as process:
+    with held_child(prepare, "no separate mount namespace can be made for sandboxes") as process:
         return _open(f"/proc/{process}/ns/mnt")
 
 
@@ -373,7 +374,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three per sandbox
     gc.disable()  # memory that it touches would be copied in every child
     options = wire.MessageReceiver(control).receive()
-    assert options is not None, "the provider hung up before it said anything"
+    assert options is not None, "the provider disconnected before it sent its options"
     try:
         launcher = Launcher(control, options.body)
     except OSError as error:

@@ -1,12 +1,12 @@
 """The lifecycle of sandboxes in the launcher, from their first process to their last.
 
-    create:          plot ─▶ group ─▶ mounts ─▶ first process: its list of calls is made, its descriptors are taken
-    close, or death: reaped ─▶ group removed ─▶ told; the plot is free for another
+    create:          uid range ─▶ control group ─▶ mounts ─▶ first process: make its system calls, take its descriptors
+    close, or death: reap ─▶ remove the control group ─▶ report to the provider; the uid range is free again
 
-A plot is a user namespace with its own range of users. Making one takes a process, so the next is made in idle time,
-and plots are reused: no command can change one. Per-user kernel counts (watches, pending signals, message queues) are
-also charged to the creator of a namespace, so the first user of a plot's range creates it: no sandbox uses up another's
-counts, nor those of the machine's root. Standard library alone.
+A uid range is a user namespace with its own users. Making one takes a process, so the next is made in idle time, and
+uid ranges are reused: no command can change one. The kernel charges its per-user counts (watches, pending signals,
+message queues) also to the creator of a namespace, so the first user of a range creates it: no sandbox uses up
+another's counts, nor those of the machine's root. Standard library alone.
 """
 
 import errno
@@ -40,15 +40,15 @@ CAP_SYS_ADMIN = 21
 FIRST_USER, USERS, SLOTS = 0x70000000, 0x10000, 4096
 """Ranges of users: each sandbox has its own, outside the numbers that systems assign."""
 COUNTS = {"max_inotify_instances": 64, "max_inotify_watches": 1 << 14}
-"""Limits of one sandbox: a part of a user's limits; without root, all plots share one user's limits."""
-SPARE_PLOTS = 2
-"""Number of uid ranges that are kept ready."""
+"""Limits of one sandbox: a part of a user's limits. Without root, all sandboxes together have one user's limits."""
+SPARE_UID_RANGES = 2
+"""Number of uid ranges that are made ahead."""
 PARTING_BYTES = 64
 """Size of a first process's message besides its descriptors: almost nothing."""
 FILE_CALLS = ("openat2", "write")
-"""Exit code of a first process that cannot write a first file."""
+"""System calls with which a first process writes the first files."""
 UNFIT = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.ENAMETOOLONG, errno.ENOENT)
-"""Errors of that exit which the path causes, not the machine."""
+"""Errors of these calls that the path of a file causes, not the machine."""
 
 
 class SharedMounts(NamedTuple):
@@ -94,7 +94,7 @@ class LifecycleManager:
         self._selector = selector
         self._tell = tell
         self._boxes: dict[int, SandboxRecord] = {}
-        self._plots: deque[UidRange] = deque()
+        self._free: deque[UidRange] = deque()
         self._used: dict[int, UidRange] = {}
         self._first_slot = int.from_bytes(os.urandom(2), "little") % SLOTS
         self._slots_taken = 0
@@ -106,16 +106,19 @@ class LifecycleManager:
 
     @property
     def wants_uid_range(self) -> bool:
-        """True if another plot should be prepared."""
-        return len(self._plots) < SPARE_PLOTS and not self._is_full
+        """True if another uid range should be made ahead."""
+        return len(self._free) < SPARE_UID_RANGES and not self._is_full
 
     def prepare(self) -> None:
-        """Make a plot, unless no more can be made: then the existing ones must do."""
+        """Make a uid range ahead. If no more can be made, the existing ones must suffice.
+
+        Raises ``OSError`` if there is none at all.
+        """
         try:
-            self._plots.append(self._make_uid_range())
+            self._free.append(self._make_uid_range())
         except OSError:
             self._is_full = True
-            if not self._boxes and not self._plots:
+            if not self._boxes and not self._free:
                 raise
 
     def create(self, creation: Mapping[str, Any], files: int) -> tuple[bool, list[int]]:
@@ -123,7 +126,7 @@ class LifecycleManager:
 
         Raises :class:`Unmade`, or ``OSError`` for an error outside the sandbox.
         """
-        uid_range = self._plots.popleft() if self._plots else self._make_uid_range()
+        uid_range = self._free.popleft() if self._free else self._make_uid_range()
         box = SandboxRecord(creation, uid_range.slot)
         try:
             self._tools.cgroups.make(box.name, _limits(creation))
@@ -131,7 +134,7 @@ class LifecycleManager:
         except BaseException:
             box.close()
             self._tools.cgroups.remove(box.name)
-            self._plots.append(uid_range)
+            self._free.append(uid_range)
             raise
         self._boxes[box.number], self._used[box.number] = box, uid_range
         self._selector.register(box.pidfd, selectors.EVENT_READ, lambda: self._reap(box))
@@ -215,7 +218,7 @@ class LifecycleManager:
         box.move(BoxState.GONE)
         box.close()
         del self._boxes[box.number]
-        self._plots.append(self._used.pop(box.number))
+        self._free.append(self._used.pop(box.number))
         error = ""
         try:
             self._tools.cgroups.remove(box.name)
@@ -226,7 +229,7 @@ class LifecycleManager:
     def _make_uid_range(self) -> UidRange:
         """Have a child enter a new user namespace, map its users, and keep the namespace."""
         if self._slots_taken >= SLOTS:
-            raise OSError(f"{SLOTS} sandboxes are alive, which is as many as one provider has users for")
+            raise OSError(f"{SLOTS} sandboxes are alive, the most for which one provider has uid ranges")
         slot = (self._first_slot + self._slots_taken) % SLOTS
         show_process()  # otherwise its child's maps could not be written
         with held_child(lambda: self._make_namespace(slot), "no user namespace can be made") as process:

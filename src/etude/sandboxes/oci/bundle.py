@@ -2,8 +2,8 @@
 
     stage (a tmpfs as large as the disk limit)
     ├── upper/N, work/N    what was written over the N-th overlay
+    ├── upper/N, work/N    files written over the N-th overlay
     ├── root               skeleton or base ◀ layers ◀ upper/0;  root/usr: the machine's /usr ◀ layers ◀ upper/1
-    └── tmp                root/tmp once more, for the runtime
 
 The stage has the same path in every sandbox, each in its own mount namespace: the memory of a checkpoint refers to
 files by path. Source: https://github.com/opencontainers/runtime-spec.
@@ -68,7 +68,7 @@ class RootOverlay:
     target: str
     """From ``/``; empty for the root itself."""
     lowers: Sequence[Path]
-    """The topmost first."""
+    """Topmost first."""
 
 
 def overlays(spec: SandboxSpec, bottom: Sequence[Path], machine: Mapping[str, Path]) -> list[RootOverlay]:
@@ -142,10 +142,10 @@ def root_script(stage: Path, overlays: Sequence[RootOverlay], spec: SandboxSpec)
 
 
 def bundle(stage: Path, services: Sequence[ImageService] = (), *, shares_kernel: bool) -> Object:
-    """``config.json`` of a container that only idles, beside whose commands ``services`` may run.
+    """``config.json`` of an idle container, in which commands and ``services`` may run.
 
-    With ``shares_kernel`` it hides what the machine's kernel tells and takes, as Docker's containers do, and refuses
-    the system calls that sandboxes of ``ns`` refuse.
+    With ``shares_kernel`` it masks information and settings of the machine's kernel, as Docker's containers do, and
+    blocks the system calls that sandboxes of ``ns`` block.
     """
     mounts: list[Json] = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
@@ -270,7 +270,7 @@ def max_open_files() -> int:
 
 
 def _no_links(*targets: str) -> str:
-    """The line that refuses targets in the root which are links, or are below one."""
+    """The line that fails for targets in the root that are links, or are below one."""
     parts = [PurePosixPath(target).parts[1:] for target in targets]
     places = dict.fromkeys("/" + "/".join(part[:end]) for part in parts for end in range(1, len(part) + 1))
     return " ".join(["no_links", *map(shlex.quote, places)])

@@ -1,6 +1,6 @@
-"""One container of an OCI runtime: started, paused, resumed, and the commands in it, each watched to its end.
+"""One container of an OCI runtime: start, pause, resume, and its commands, each watched to its end.
 
-    asleep ◀──sleep── awake ──▶ commands        a woken one has another name, but the same processes
+    asleep ◀──sleep── awake ──▶ commands        after waking it has another name, but the same processes
            ──wake───▶
 
 Owns the calls of the runtime and their files in the container's folder. :mod:`etude.sandboxes.oci.sandbox` decides
@@ -44,7 +44,7 @@ command.
 """
 KILL = 'kill -9 "-$1" 2>/dev/null || kill -9 "$1"'
 EXEC, EXEC_WITHOUT_INPUT = 'exec "$@"', 'exec "$@" </dev/null'
-"""Scripts that run inside: the shell says in the usual words what cannot be run."""
+"""Scripts that run inside: the shell reports programs that cannot be run in the usual way."""
 EXEC_IN_ROOT = """
 exec </dev/null
 uid=$1 gid=$2; shift 2
@@ -71,17 +71,17 @@ exit 126
 image, or ``su`` of the latter.
 """
 SERVICE_POWERS = ("SYS_CHROOT", "NET_BIND_SERVICE")
-"""Capabilities of services beside those of who builds an image."""
+"""Capabilities of services, in addition to those for building an image."""
 LOG_BYTES = 2000
-"""Longest quotation of a runtime's error, in bytes."""
+"""Maximum length of a runtime's error in a message, in bytes."""
 COUNT = "set -- /proc/[0-9]*; echo $(($# - 2))"
-"""Counts the processes inside, but for the first and the script's own."""
+"""Counts the processes inside, except the first and the script's own."""
 HOLDERS = "find /proc/[0-9]*/fd -maxdepth 1 -lname 'host:*' -printf '%h\\n' 2>/dev/null; echo /proc/$$/fd"
 """Lists who has something of the machine open; last the script itself, which has its own input and output."""
 
 
 class Container:
-    """One container in namespaces of its own."""
+    """One container in its own namespaces."""
 
     def __init__(self, runtime: OciRuntime, command: Sequence[str], namespaces: NamespaceHolder, folder: Path) -> None:
         """``command`` is the program with its flags; ``folder`` belongs to the container and has a ``bundle``."""
@@ -140,7 +140,7 @@ class Container:
         self.is_awake = code == 0
 
     async def processes(self) -> float:
-        """Count the processes inside, but for the first; ``nan`` if it does not answer."""
+        """Count the processes inside, except the first; ``nan`` if the container does not respond."""
         code, text = await self._call("exec", self._name, "/bin/sh", "-c", COUNT)
         return float(text) if code == 0 and text.strip().isdigit() else math.nan
 
@@ -220,7 +220,7 @@ class Container:
         return None
 
     async def _kill(self, command: Command, pid_file: Path, ending: "asyncio.Future[int]") -> None:
-        """End a command with its process group. Raises :class:`~etude.errors.SandboxError` if it stays."""
+        """Kill a command with its process group. Raises :class:`~etude.errors.SandboxError` if it does not end."""
         leader, deadline_s = "", time.monotonic() + GRACE_S
         while not ending.done() and not leader and time.monotonic() < deadline_s:
             with suppress(FileNotFoundError):

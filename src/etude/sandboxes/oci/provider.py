@@ -56,10 +56,10 @@ class OciSandboxes:
         scratch: Path | None = None,
         bases: Mapping[str, Path] | None = None,
     ) -> None:
-        """``scratch`` is where the provider's folder is made (default: the temporary directory), which holds snapshots;
-        ``bases`` are the root folders of stored base systems.
+        """``scratch`` is the parent of the provider's folder, which has the snapshots (default: the temporary
+        directory); ``bases`` are the root folders of stored base systems.
 
-        Raises :class:`~etude.errors.ConfigError` when the runtime is not installed.
+        Raises :class:`~etude.errors.ConfigError` if the runtime is not installed.
         """
         program = shutil.which(runtime.program)
         if program is None:
@@ -89,9 +89,9 @@ class OciSandboxes:
         return self._proven
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> OciSandbox:
-        """A fresh sandbox that holds ``files``.
+        """A fresh sandbox that contains ``files``.
 
-        Raises :class:`~etude.errors.SandboxError` if it cannot be made, ``ValueError`` for a path that would leave it.
+        Raises :class:`~etude.errors.SandboxError` if it cannot be created, ``ValueError`` for a path that leaves it.
         """
         spec = spec or SandboxSpec()
         if not await self.capabilities() and self._failure is not None:
@@ -114,7 +114,7 @@ class OciSandboxes:
             raise failures[0]
 
     async def _try(self) -> frozenset[Capability]:
-        """Make a sandbox and run something that is known to fail on old runtimes; then help them."""
+        """Create a sandbox and run a command that fails on old runtimes; in that case build a workaround."""
         trial = await self._make({}, SandboxSpec())
         unheld = frozenset() if trial.namespaces.has_wall else {Capability.LIMIT_WALL}
         try:
@@ -139,7 +139,7 @@ class OciSandboxes:
         return sandbox
 
     async def _prepare(self, spec: SandboxSpec) -> OciSandbox:
-        """A sandbox that has a stage for its root, but neither root nor memory yet."""
+        """A sandbox that has a stage for its root, but no root and no memory yet."""
         if self._closed:
             raise SandboxError("the sandbox provider is closed")
         if os.geteuid() != 0:
@@ -189,7 +189,7 @@ class OciSandboxes:
         return overlays(spec, (own / "shim", own / "skeleton"), machine)
 
     async def _snapshot(self, sandbox: OciSandbox) -> Image:
-        """Copy what was written, while nothing writes, into a layer that lives as long as the provider."""
+        """Copy the written files, while nothing writes, into a layer that exists as long as the provider."""
         layer = self._open().path / f"layer-{next(self._numbers):06d}"
         targets = [overlay.target for overlay in self._overlays(sandbox.spec)]
         await sandbox.container.pause()
@@ -205,8 +205,8 @@ class OciSandboxes:
         return replace(image, digest="", layers=(*image.layers, layer))
 
     async def _fork_files(self, sandbox: OciSandbox, count: int) -> Sequence[OciSandbox]:
-        """Copy what was written, while nothing writes, and boot a container over each copy, in which everything that
-        its image starts begins anew.
+        """Copy the written files, while nothing writes, and boot a container over each copy, in which the programs of
+        its image start again.
         """
         forks: list[OciSandbox] = []
         await sandbox.container.pause()
@@ -225,7 +225,7 @@ class OciSandboxes:
         return forks
 
     async def _fork_live(self, sandbox: OciSandbox, count: int) -> Sequence[OciSandbox]:
-        """Write the memory down, copy what was written to files, and wake the original and the forks."""
+        """Save the memory, copy the written files, and wake the original and the forks."""
         memory = self._open().path / f"memory-{next(self._numbers):06d}"
         forks: list[OciSandbox] = []
         try:
@@ -264,7 +264,7 @@ class OciSandboxes:
 
 
 def _copy_upper_folders(upper: Path, targets: Sequence[str], layer: Path) -> None:
-    """Put what was written over each overlay where it belongs in a layer. ``ValueError`` if a link leads there."""
+    """Move the files written over each overlay to their path in a layer. ``ValueError`` if a link leads there."""
     copy_tree(upper / "0", layer, owned=None)
     for number, target in enumerate(targets):
         if target:

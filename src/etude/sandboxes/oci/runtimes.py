@@ -1,7 +1,7 @@
 """Table of the OCI runtimes that can run sandboxes, with the capabilities of each.
 
-A row says how its program is called, which capabilities it holds to, and what its containers need from a base system.
-:mod:`etude.sandboxes.oci.provider` does the rest for all of them.
+A row has the command of its program, the capabilities that it enforces, and what its containers need from a base
+system. :mod:`etude.sandboxes.oci.provider` does the rest for all of them.
 """
 
 import subprocess
@@ -57,14 +57,14 @@ GVISOR: Final = OciRuntime(
     kind="gvisor",
     program="runsc",
     package="runsc",
-    # No hardware is needed, and what is written goes to our own overlay, whose size has a limit.
+    # It needs no hardware support, and written files go to étude's own overlay, whose size is limited.
     flags=("--platform=ptrace", "--network=none", "--ignore-cgroups", "--overlay2=none", "--file-access=exclusive"),
     capabilities=frozenset(Capability) - {Capability.ALLOW_LIST, Capability.MEMORY_LIMIT, Capability.PROCESS_LIMIT},
     command_pid_flag="-internal-pid-file",
 )
 """A kernel in user space, whose sentry can be checkpointed and restored: forks have memory and processes. It does not
-hold to limits of memory and processes in a way that leaves the sandbox alive, but control groups stand around it at
-some distance; and its network is always off.
+enforce limits of memory and processes in a way that keeps the sandbox alive, but control groups with higher limits
+surround it; and its network is always off.
 """
 CRUN: Final = OciRuntime(
     kind="crun",
@@ -82,11 +82,11 @@ RUNTIMES: Final[Mapping[str, OciRuntime]] = MappingProxyType({runtime.kind: runt
 
 
 def build_statx_shim(layer: Path) -> bool:
-    """Make a layer that lets ``ls`` and ``stat`` work on a runtime that is older than they are, in an empty folder.
+    """Build a layer, in an empty folder, that makes ``ls`` and ``stat`` work on a runtime that is older than they are.
 
-    Those of GNU coreutils 9 pass ``AT_NO_AUTOMOUNT`` to ``statx``; the ``runsc`` of 2022 that Debian 12 has calls that
-    an invalid argument. There are no automounts in a sandbox, so a library that every program loads first takes the
-    flag out. False, and the folder stays empty, if there is no C compiler.
+    GNU coreutils 9 passes ``AT_NO_AUTOMOUNT`` to ``statx``, which the ``runsc`` of 2022 in Debian 12 rejects as an
+    invalid argument. There are no automounts in a sandbox, so a library that every program preloads removes the flag.
+    False, with an empty folder, if there is no C compiler.
     """
     library = layer / LIBRARY
     library.parent.mkdir()

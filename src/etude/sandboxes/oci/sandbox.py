@@ -52,11 +52,11 @@ class OciSandboxHooks:
     snapshot: Callable[["OciSandbox"], Awaitable[Image]]
     fork: Callable[["OciSandbox", int], Awaitable["Sequence[OciSandbox]"]]
     forget: Callable[["OciSandbox"], Awaitable[None]]
-    """Remove what is on disk; called once."""
+    """Remove its files on disk; called once."""
 
 
 class OciSandbox:
-    """A container in namespaces of its own; implements :class:`~etude.protocols.Sandbox`."""
+    """A container in its own namespaces; implements :class:`~etude.protocols.Sandbox`."""
 
     def __init__(self, home: OciSandboxHooks, namespaces: NamespaceHolder, folder: Path, spec: SandboxSpec) -> None:
         """``folder`` is its own on disk, with a ``bundle``; ``namespaces`` has its root."""
@@ -145,7 +145,7 @@ class OciSandbox:
         )
 
     async def kill_processes(self) -> None:
-        """Kill everything inside but its first process."""
+        """Kill everything inside except its first process."""
         root = replace(self.spec, user="root")  # so that nothing of the agent's can kill the killer first
         argv = ("/bin/sh", "-c", "kill -9 -1")
         killer = Command(argv=argv, stdin="", timeout_s=FILE_TIMEOUT_S, environment={}, spec=root)
@@ -192,7 +192,7 @@ class OciSandbox:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Wait until no other call is in progress, and keep new ones out; if the container no longer runs, close the
+        """Wait until no other call is in progress, and block new ones; if the container no longer runs, close the
         sandbox.
         """
         async with self._lock.exclusive():

@@ -13,7 +13,7 @@ OVERHEAD = 1.03
 """Size of a file system over what can be written to it."""
 RESERVE_BYTES = 4 << 20
 SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-"""``mke2fs`` is for administrators, so it may not be where others look."""
+"""Search path for ``mke2fs``, which is an administrator's program and may be outside of a user's ``PATH``."""
 
 
 def make_empty(path: Path) -> None:

@@ -80,7 +80,7 @@ class Disks:
     layers: tuple[Path, ...]
     """Squashfs files, from ``FIRST_LAYER`` on."""
     empty: Path
-    """A qcow2 file of ``DISK_BYTES`` that holds nothing."""
+    """An empty qcow2 file of ``DISK_BYTES``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

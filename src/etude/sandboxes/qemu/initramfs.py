@@ -64,7 +64,7 @@ def agent_archive() -> bytes:
 
 
 def module_order(modules: Path, names: Sequence[str]) -> Mapping[str, Path]:
-    """The wanted modules and those they need, each after what it needs. Raises ``FileNotFoundError``."""
+    """The modules ``names`` and their dependencies, each after its own. Raises ``FileNotFoundError``."""
     paths = {path.name.split(".ko")[0].replace("-", "_"): path for path in modules.rglob("*.ko*")}
     order: dict[str, Path] = {}
     waiting = list(reversed(names))

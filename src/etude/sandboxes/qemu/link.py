@@ -20,7 +20,7 @@ CHUNK_BYTES = 256 << 10
 LARGE_BYTES = 1 << 20
 """Larger bodies are sent one at a time: the agent buffers incomplete bodies in memory."""
 OPEN_LIMIT = 1000
-"""Most requests without an answer."""
+"""Maximum number of requests without an answer."""
 
 
 class GuestLink:

@@ -170,7 +170,7 @@ def _data(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
         try:
             start = os.lseek(descriptor, end, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole is left
+            if error.errno == errno.ENXIO:  # only a hole is left
                 return
             raise
         end = os.lseek(descriptor, start, os.SEEK_HOLE)
@@ -313,7 +313,7 @@ class Machine:
         await self.link.ask("wake", {"is_copy": False, "now_ns": time.time_ns()}, timeout_s=WAKE_TIMEOUT_S)
 
     async def wake(self, identity: MachineIdentity) -> None:
-        """Tell the agent of a copy its identity and the time."""
+        """Send the agent of a copy its identity and the time."""
         news = {"is_copy": True, "now_ns": time.time_ns(), "name": identity.name, "allow": list(identity.allow)}
         await self.link.ask("wake", news, secrets.token_bytes(ENTROPY_BYTES), timeout_s=WAKE_TIMEOUT_S)
 

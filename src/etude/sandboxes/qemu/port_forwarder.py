@@ -71,7 +71,7 @@ class _Forwarder:
         self._taken = asyncio.Event()
 
     def hear(self, do: str, body: bytes, count: int) -> None:
-        """Take ``data``, ``end``, ``ack`` or ``shut``."""
+        """Handle ``data``, ``end``, ``ack`` or ``shut``."""
         self._waiting += body
         self._ahead_bytes -= count
         self._ended |= do == "end"
@@ -95,7 +95,7 @@ class _Forwarder:
             writer.close()
             await writer.wait_closed()
         except OSError:
-            pass  # either end is gone, which the other is told below
+            pass  # one end is gone; the other is notified below
         finally:
             writer.transport.abort()  # do not wait for a peer that does not read
             self._say({"do": "shut", "tunnel": self._number}, b"")

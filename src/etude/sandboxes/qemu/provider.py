@@ -57,9 +57,9 @@ class QemuSandboxes:
         accelerator: Accelerator = "auto",
         program: str = PROGRAM,
     ) -> None:
-        """``store`` has the images and the base system ``base``; ``scratch`` is where machines have their files.
+        """``store`` has the images and the base system ``base``; ``scratch`` is the parent folder of machines' files.
 
-        Raises :class:`~etude.errors.ConfigError` when a program is missing or the base system is not built.
+        Raises :class:`~etude.errors.ConfigError` if a program is missing or the base system is not built.
         """
         path = shutil.which(program)
         missing = [*missing_tools(), *([] if path else [program])]
@@ -127,7 +127,7 @@ class QemuSandboxes:
             self._let_go(memories)
 
     def hold(self, sandbox: QemuSandbox, frozen: Frozen) -> None:
-        """Keep the files of a frozen machine as long as a sandbox."""
+        """Store the files of a frozen machine as long as a sandbox exists."""
         self._opened.hold(frozen)
         sandbox.memories = (frozen, *sandbox.memories)
 
@@ -136,7 +136,7 @@ class QemuSandboxes:
         return self._opened.fresh_folder()
 
     async def keep_files(self, spec: SandboxSpec, pack: Callable[..., Awaitable[tuple[bytes, bool]]]) -> Image:
-        """An image of a sandbox's own image and what ``pack`` gives, part by part."""
+        """An image of a sandbox's own image and the files that ``pack`` returns, part by part."""
         folder = self._new_folder()
         tar, layer = folder / "tar", folder / "layer"
         limit_bytes, is_last = 2 * spec.limits.disk_bytes + (64 << 20), False

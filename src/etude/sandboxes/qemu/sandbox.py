@@ -80,7 +80,7 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> Non
 
 
 def _finish(member: tarfile.TarInfo, path: Path) -> None:
-    """Give it its owner, mode and time."""
+    """Set the owner, mode and time of a file."""
     if os.geteuid() == 0:
         os.chown(path, member.uid, member.gid, follow_symlinks=False)
     if member.isreg() or member.isdir():
@@ -99,12 +99,12 @@ GRACE_S = 30.0
 
 
 class QemuSandbox:
-    """One sandbox in a virtual machine of its own."""
+    """One sandbox in its own virtual machine."""
 
     def __init__(
         self, provider: "QemuSandboxes", spec: SandboxSpec, machine: Machine, memories: tuple[Frozen, ...]
     ) -> None:
-        """``memories`` are those whose files the machine or its copies need, what it is a copy of among them."""
+        """``memories`` are those whose files the machine or its copies need, including its original's."""
         self.spec = spec
         self.memories = memories
         self._provider = provider
@@ -126,7 +126,7 @@ class QemuSandbox:
         timeout_s: float = 5.0,
         environment: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run one command; 64 KiB of each of its outputs are kept. See :meth:`~etude.protocols.Sandbox.exec`."""
+        """Run one command; stores 64 KiB of each output. See :meth:`~etude.protocols.Sandbox.exec`."""
         if not argv or not 0 < timeout_s < math.inf or any("\0" in word for word in argv):
             raise ValueError(f"exec(argv={argv!r}, timeout_s={timeout_s!r}) needs a command and some time")
         return await self._exec(
@@ -193,7 +193,7 @@ class QemuSandbox:
         """The files as a layer over the image's; commands stand still meanwhile."""
 
         async def pack(*, is_first: bool) -> tuple[bytes, bool]:
-            """The next part of what was written, as a tar, and whether it is the last."""
+            """The next part of the written files, as a tar, and whether it is the last."""
             answer = await self._ask("pack", {"first": is_first}, timeout_s=ARCHIVE_TIMEOUT_S)
             return answer.body, bool(answer.head["last"])
 
@@ -205,7 +205,7 @@ class QemuSandbox:
                 await self._ask("freeze", {"frozen": False}, timeout_s=FILE_TIMEOUT_S)
 
     async def fork(self, count: int = 1) -> Sequence["QemuSandbox"]:
-        """Copies that go on in the middle of whatever this one does; it stands still for a moment."""
+        """Copies that continue in the middle of this one's processes; it is paused for a moment."""
         if count < 1:
             raise ValueError(f"fork({count}): at least one copy")
         async with self._still:

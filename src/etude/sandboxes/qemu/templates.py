@@ -35,7 +35,7 @@ PREPARED_LIMIT = 16
 BOOTED_LIMIT = 12
 """Booted machines kept on disk; each takes some 150 MB."""
 LOCK_LIMIT = 8 * PREPARED_LIMIT
-"""Most templates that are being made or once were."""
+"""Maximum number of locks of templates that are, or were, in preparation."""
 CONSOLE_TAIL = 600
 """Characters of the console output in the error of a failed boot."""
 

@@ -56,7 +56,7 @@ class RemoteSandboxes:
         """``url`` is the server's, without the version; at most ``connections`` sandbox calls run concurrently, 0 for
         as many as this process's open-file limit allows.
 
-        Raises :class:`~etude.errors.ConfigError` for a URL that is none, or without a key.
+        Raises :class:`~etude.errors.ConfigError` for an invalid URL, or without a key.
         """
         if not url.startswith(("http://", "https://")) or not key:
             raise ConfigError(f"sandboxes at {url!r}: expected an http(s) URL and a key")

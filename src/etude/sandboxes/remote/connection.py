@@ -23,7 +23,7 @@ CALL_TIMEOUT_S = 120.0
 RETRY_S = 0.5
 """Pause between two attempts of a repeatable request."""
 MOST_CONNECTIONS = 16_384
-"""Most connections to one server: each takes a port of the kernel's, of some 28,000."""
+"""Maximum number of connections to one server: each needs one of some 28,000 local ports."""
 
 M = TypeVar("M", bound=wire.WireMessage)
 

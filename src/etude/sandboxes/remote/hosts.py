@@ -2,7 +2,7 @@
 
     create ──▶ HostTable.choose ──▶ RemoteSandboxes of that host ──HTTPS──▶ `etude sandboxes serve`
                   ▲
-    looks ────────┘  every host says every two seconds what room it has
+    polls ────────┘  every host reports its capacity every two seconds
 
 Each host has its own connections, leases and heartbeats (:mod:`etude.sandboxes.remote.client`). A sandbox, its forks
 and sandboxes from its snapshots stay on one host. Owns the polling of hosts and the decision to give up a host;

@@ -45,7 +45,7 @@ NO_IMAGE_S = 60.0
 GOLDEN, ONE = np.uint32(0x9E3779B1), np.uint32(1)
 """The golden ratio as a share of 2^32, a prime; the lowest weight."""
 IMAGES = 4096
-"""Images whose weights are remembered."""
+"""Number of images whose weights are cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class _Host:
     placed: int = 0
     """Sandboxes placed since the report."""
     is_full: bool = False
-    """True if it refused one since the report."""
+    """True if it rejected a sandbox since the report."""
     failures: int = 0
     """Consecutive sandboxes that it failed to make."""
     rests_until: float = 0.0

@@ -70,7 +70,7 @@ class Quota:
 
 
 def usual_quota(memory_bytes: float) -> Quota:
-    """The default quota of a key on a machine with this much memory for sandboxes: most agents at work are idle, and a
+    """The default quota of a key on a machine with this much memory for sandboxes: most working agents are idle, and a
     few build.
     """
     sandboxes = max(SANDBOXES, int(memory_bytes) // SANDBOX_BYTES)
@@ -144,7 +144,7 @@ class SandboxRegistry:
         return self._terms[registered].limits
 
     def _check_room(self, holder: str, count: int, limits: SandboxLimits) -> None:
-        """Raise unless ``count`` more sandboxes of a holder fit."""
+        """Raise an error unless ``count`` more sandboxes of a holder fit."""
         quota, counts, fix = self._quotas[holder], self._counts[holder], "close some, or try again later"
         if counts.total() + count > quota.sandboxes:
             raise SandboxesBusy(

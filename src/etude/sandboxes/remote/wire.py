@@ -1,7 +1,7 @@
 """Messages between a remote provider and its server: JSON over HTTP, and tars as they are. Pure.
 
     GET    /v2/capabilities                            → CapabilitiesReply
-    PUT    /v2/sandboxes/NAME             CreateRequest → LeaseReply   the same again, and it is the same sandbox
+    PUT    /v2/sandboxes/NAME             CreateRequest → LeaseReply   repeated, it returns the same sandbox
     POST   /v2/sandboxes/NAME/exec        ExecRequest  → ExecReply
     POST   /v2/sandboxes/NAME/read        PathOnly     → FileText
     POST   /v2/sandboxes/NAME/write       FileText     → Done
@@ -10,15 +10,15 @@
     POST   /v2/sandboxes/NAME/stats                    → Use
     POST   /v2/sandboxes/NAME/kill                     → Done         everything that runs inside
     POST   /v2/sandboxes/NAME/snapshot                 → ImageReply
-    POST   /v2/sandboxes/NAME/fork        SandboxNames → Done         the same again, and they are the same forks
-    DELETE /v2/sandboxes/NAME                          → Done         also when there is none
+    POST   /v2/sandboxes/NAME/fork        SandboxNames → Done         repeated, it returns the same forks
+    DELETE /v2/sandboxes/NAME                          → Done         also if there is none
     POST   /v2/leases                     SandboxNames → SandboxNames renews them; the answer has the lost ones
 
 and, for the choice of a host (:mod:`etude.sandboxes.remote.hosts`):
 
-    GET    /v2/host                                    → HostReply    its room, and whether it is being drained
-    POST   /v2/announce                   BurstRequest → Done         sandboxes needed soon, which a pool makes ready
-    POST   /v2/drain                                   → HostReply    an operator's: takes no new sandboxes from now on
+    GET    /v2/host                                    → HostReply    its capacity, and whether it is being drained
+    POST   /v2/announce                   BurstRequest → Done         sandboxes needed soon, which a pool prepares
+    POST   /v2/drain                                   → HostReply    an operator's: accepts no new sandboxes
 
 Every request has ``Authorization: Bearer KEY``. The client chooses a sandbox's NAME, 32 hexadecimal digits, so that a
 request whose answer was lost can be repeated; names belong to one key. A sandbox without requests for ``lease_s`` is
@@ -50,11 +50,11 @@ JSON_LIMIT_BYTES = 96 << 20
 TAR_SLACK_BYTES = 1 << 20
 """Bytes beyond its limit at which a tar's reader disconnects."""
 MAX_FORKS = 64
-"""Most forks in one request."""
+"""Maximum number of forks in one request."""
 MAX_NAMES = 10_000
-"""Most leases in one request; a client with more sends several."""
+"""Maximum number of leases in one request; a client with more sends several."""
 MAX_BURST = 1 << 20
-"""Most sandboxes that can be announced."""
+"""Maximum number of sandboxes that can be announced."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Texts = dict[str, str]
@@ -146,7 +146,7 @@ class HostReply(WireMessage):
 
 
 class BurstRequest(WireMessage):
-    """Sandboxes of one specification that will be asked for soon."""
+    """Sandboxes of one specification that will be requested soon."""
 
     spec: SandboxSpec
     count: Annotated[int, Field(gt=0, le=MAX_BURST)]

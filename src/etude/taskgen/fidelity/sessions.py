@@ -79,15 +79,15 @@ def _lines(file: Iterable[str]) -> Iterator[tuple[int, str]]:
 def _observation(text: str, place: str) -> ToolObservation:
     try:
         if len(text) > MAX_LINE_BYTES:
-            raise ValueError(f"{len(text)} letters in one line")
+            raise ValueError(f"the line has {len(text)} letters, at most {MAX_LINE_BYTES}")
         record = json.loads(text)
         if not isinstance(record, dict):
-            raise TypeError("no JSON object")
+            raise TypeError(f"{record!r:.80} is no JSON object")
         unknown = record.keys() - {one.name for one in fields(ToolObservation)}
         if unknown:
             raise ValueError(f"unknown {', '.join(sorted(unknown))}")
         return _checked(record)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f'{place}: {error}; expected an object such as {{"session": "s1", "tool": "bash", "arguments": '
             f'{{"command": "ls"}}, "observation": "a.py", "exit_code": 0, "seconds": 0.03}}'
@@ -97,7 +97,7 @@ def _observation(text: str, place: str) -> ToolObservation:
 def _checked(record: dict[str, object]) -> ToolObservation:
     missing = {"session", "observation"} - record.keys()
     if missing:
-        raise KeyError(f"no {', '.join(sorted(missing))}")
+        raise ValueError(f"{', '.join(sorted(missing))} is missing")
     arguments = record.get("arguments") or {}
     if not isinstance(arguments, dict):
         raise TypeError(f"arguments {arguments!r} are not an object")

@@ -439,7 +439,7 @@ def _has_tests(trees: ChangeTrees, name: str) -> bool:
 
 
 def _about(trees: ChangeTrees, part: ChangePart, tests: Sequence[str]) -> list[str]:
-    """Those of some tests that can tell a part of the change, as many as a task may name."""
+    """The tests that can tell a part of the change, as many as a task may name."""
     texts, name = trees.files.after, part.proposal.name
     return [test for test in tests if is_fit(test) and is_named(texts, test, name)][:MAX_ABOUT]
 

@@ -3,9 +3,9 @@
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…", "tool_calls": […]}],
      "tools": […]}
 
-An assistant's message may say ``"weight": 0``: it is read, not learnt. Owns the reading, the refusals and the rendering
-with its loss weights. Every line is read and rendered once before anything is trained, so that a bad one is refused by
-its number there and then; after that a line is read from disk when its turn comes.
+An assistant's message may have ``"weight": 0``: it is context and not trained on. Owns the parsing, the validation and
+the rendering with loss weights. Every line is parsed and rendered once before training starts, so that a bad line is
+refused early, with its number; later each line is read from disk when it is needed.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from etude.tokens.messages import ChatFormat, ChatMessage, Role, Tool, ToolCall
 from etude.types import Document, Json, Split
 
 MAX_REJECTIONS = 10
-"""Bad lines that are named; there may be more."""
+"""Largest number of bad lines in an error message."""
 ROLES: Mapping[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -31,16 +31,16 @@ ROLES: Mapping[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Role in the file → who speaks."""
+"""Role in the file → role of the message."""
 LINE_FIELDS = frozenset({"messages", "tools", "parallel_tool_calls"})
-"""Fields of a line; the last one asks for nothing here."""
+"""Fields of a line; the last one has no effect here."""
 MESSAGE_FIELDS: Mapping[Role, frozenset[str]] = {
     "system": frozenset({"role", "content", "name"}),
     "user": frozenset({"role", "content", "name"}),
     "assistant": frozenset({"role", "content", "name", "reasoning_content", "refusal", "tool_calls", "weight"}),
     "tool": frozenset({"role", "content", "name", "tool_call_id"}),
 }
-"""Fields of a message; a name and an empty refusal say nothing to a model."""
+"""Fields of a message; a name and an empty refusal are not shown to the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +50,18 @@ class TrainingConversation:
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
     unlearnt: frozenset[int] = frozenset()
-    """Messages of the assistant that are only read."""
+    """Indices of assistant messages that are not trained on."""
 
 
 @final
 class Conversations:
-    """The conversations of a file, one a document, reshuffled every epoch."""
+    """The conversations of a file, one per document, reshuffled every epoch."""
 
     def __init__(self, file: Path, chat: ChatFormat, side: Side, *, context_weight: float) -> None:
         """Conversations are held out by the hashes of their lines.
 
-        Raises :class:`~etude.errors.ConfigError` naming the lines that cannot be learnt from and why, or where none is
-        left to train on.
+        Raises :class:`~etude.errors.ConfigError` with the unusable lines and the reasons, or if no line is left to
+        train on.
         """
         self._file = file
         self._chat = chat
@@ -71,16 +71,16 @@ class Conversations:
             raise ConfigError(f"{file} has no conversation to train on: each line is one, and some are held out")
         self._offsets = [line.offset for line in lines]
         self.tokens = sum(line.tokens for line in lines)
-        """Count of all conversations on this side of the hold-out."""
+        """Number of tokens of all conversations on this side of the hold-out."""
         self.identity = f"chat|{side.split}|{side.seed}|{context_weight}|{digest}"
 
     @property
     def size(self) -> int:
-        """Conversations on this side of the hold-out."""
+        """Number of conversations on this side of the hold-out."""
         return len(self._offsets)
 
     def document(self, index: int) -> Document:
-        """One conversation."""
+        """The conversation at ``index`` of the shuffled order."""
         offset = self._offsets[shuffled(self.identity, index, self.size)]
         with self._file.open("rb") as stream:
             stream.seek(offset)
@@ -90,14 +90,14 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class _FileLine:
-    """A line that can be learnt from."""
+    """A usable line: its offset in bytes and its number of tokens."""
 
     offset: int
     tokens: int
 
 
 def _survey(file: Path, chat: ChatFormat, side: Side) -> tuple[list[_FileLine], str]:
-    """The lines of a side, and the digest of the file; every line of either side has been rendered once."""
+    """The lines of one side, and the digest of the file; every line of both sides is rendered once."""
     lines: list[_FileLine] = []
     rejections: list[str] = []
     digest = hashlib.sha256()
@@ -132,7 +132,7 @@ def _lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def render(output: TrainingConversation, chat: ChatFormat, *, context_weight: float) -> Document:
-    """A conversation's tokens and their loss weights. Raises ``ValueError`` where no token has a weight."""
+    """The tokens of a parsed conversation and their loss weights. Raises like :func:`conversation`."""
     return conversation(
         chat, output.messages, tools=output.tools, unlearnt=output.unlearnt, context_weight=context_weight
     )
@@ -148,10 +148,10 @@ def conversation(
 ) -> Document:
     """The tokens of a conversation up to the end of the assistant's last message.
 
-    What the assistant said, its end token included, has weight 1, all else ``context_weight``; a message that is
-    ``unlearnt`` has 0. It reads as in a rollout: each reply stands behind the very ids that a model would have
-    continued. Raises ``ValueError`` where there is no reply to learn, or where the chat template shows an earlier
-    message in another way once a later one is there, so that no such reading exists.
+    The assistant's tokens, including end tokens, have weight 1, all others ``context_weight``; a message in
+    ``unlearnt`` has weight 0. The ids are those of a rollout: each reply follows exactly the ids that a model would
+    have continued. Raises ``ValueError`` if there is no reply to learn, or if the chat template renders an earlier
+    message differently once a later one follows, so that no such ids exist.
     """
     ids: list[int] = []
     weights: list[float] = []
@@ -169,7 +169,7 @@ def conversation(
 
 
 def _reply(chat: ChatFormat, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[list[int], list[int]]:
-    """The prompt that a model continues to say the last message, and the ids that it would have said it with."""
+    """The prompt before the last message, and the ids that a model would sample for that message."""
     prompt, whole = chat.open(messages[:-1], tools), chat.open(messages, tools)
     if whole[: len(prompt)] != prompt:
         raise ValueError(f"the chat template does not write message {len(messages)} behind its prompt")
@@ -180,7 +180,7 @@ def _reply(chat: ChatFormat, messages: Sequence[ChatMessage], tools: Sequence[To
 
 
 def parse(line: bytes) -> TrainingConversation:
-    """Parse a line. Raises ``ValueError`` naming the fault."""
+    """Parse a line. Raises ``ValueError`` with the reason."""
     try:
         value: Json = orjson.loads(line)
     except orjson.JSONDecodeError as error:

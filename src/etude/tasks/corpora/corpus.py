@@ -1,9 +1,9 @@
 """Corpora of mid-training made by étude: the standard library, clean domain code and imperfect sessions.
 
-Each kind is a :class:`~etude.tasks.corpora.mixture.Source`, endless and decided by the seed: document *n* is made from
-a random generator of its own, so a stream can go on anywhere. Code and sessions are a family's: its
-:class:`Demonstrations`. Both sides of the hold-out are here; demonstrations are of one side only, and modules of the
-standard library are held out whole.
+Each kind is an endless :class:`~etude.tasks.corpora.mixture.Source` that is determined by the seed: document *n* has a
+random generator of its own, so a stream can resume anywhere. Code and sessions come from a task family: its
+:class:`Demonstrations`. A source has documents of one side of the hold-out; modules of the standard library are held
+out whole.
 """
 
 import sysconfig
@@ -24,20 +24,20 @@ from etude.types import Document, Split
 WINDOW_TOKENS = 256
 """Length of a standard-library document."""
 CODE_TOKENS = 170
-"""A document of domain code holds functions until it has this many tokens."""
+"""Functions are added to a document of domain code until it has this many tokens."""
 STDLIB_FILES, STDLIB_CHARACTERS = 60, 30_000
-"""The number of modules of the standard library are read, and how much of each."""
+"""Number of standard-library modules that are read, and of characters of each."""
 TOKENIZER_SESSIONS = 1_500
-"""Sessions that a tokenizer is learnt from."""
+"""Number of sessions that a tokenizer is trained on."""
 TOKENIZER_EVERY, TOKENIZER_CHARACTERS = 4, 8_000
-"""And of the library: one in so many modules, and how much of it."""
+"""Library text that a tokenizer is trained on: every fourth module, and characters of each."""
 
 
 class Demonstrations(Protocol):
     """Protocol of a task family's demonstrations, on one side of the held-out split."""
 
     def code(self, rng: Random) -> str | Sequence[Message]:
-        """A piece of right code, plain or as an agent reads it; or an exercise, in which the agent does well."""
+        """Right code, plain or as an agent sees it; or an exercise that the agent solves, as messages."""
         ...
 
     def session(self, rng: Random) -> Sequence[Message]:
@@ -47,8 +47,8 @@ class Demonstrations(Protocol):
 
 @runtime_checkable
 class DemonstratedFamily(Protocol):
-    """Protocol of a task family that shows how its tasks are done; a built-in one needs more than a side for that, its
-    options or the harness's, and is opened in :mod:`etude.run.task_families`.
+    """Protocol of a task family with demonstrations. Those of built-in families also need options of the family or the
+    harness, so :mod:`etude.run.task_families` opens them.
     """
 
     def demonstrations(self, split: Split) -> Demonstrations:
@@ -59,7 +59,7 @@ class DemonstratedFamily(Protocol):
 def demonstration_sources(
     demonstrations: Demonstrations, text: PlainText, side: Side, *, context_weight: float
 ) -> dict[str, Source]:
-    """The three sources by their names in a mixture."""
+    """The three sources by name in a mixture."""
     return {
         "stdlib": Library(text, side),
         "code": Code(demonstrations, text, side, context_weight=context_weight),
@@ -86,7 +86,7 @@ class Library:
 
 @final
 class Code:
-    """Correct code, several programs a document, or one exercise."""
+    """Documents of several right programs, or of one exercise."""
 
     size = None
 
@@ -97,7 +97,7 @@ class Code:
         self.identity = f"code|{side.split}|{side.seed}"
 
     def document(self, index: int) -> Document:
-        """An exercise, or pieces of code until there are ``CODE_TOKENS``."""
+        """One exercise, or programs until there are ``CODE_TOKENS``."""
         rng, chat = Random(f"{self.identity}|{index}"), self._text.chat
         ids = [*self._text.opening]
         while len(ids) < CODE_TOKENS:
@@ -110,7 +110,7 @@ class Code:
 
 @final
 class SessionSource:
-    """Sessions of the imperfect agent, one to a document."""
+    """Sessions of the imperfect agent, one per document."""
 
     size = None
 
@@ -140,8 +140,8 @@ def _message(output: Message) -> ChatMessage:
 
 
 def tokenizer_texts(demonstrations: Demonstrations, seed: int) -> Iterator[str]:
-    """Text to learn a tokenizer from: sessions of the demonstrations' side, and the beginnings of library modules,
-    held-out ones among them: a tokenizer learns which letters go together, and no line.
+    """Text to train a tokenizer on: sessions of the demonstrations' side, and the beginnings of library modules, even
+    held-out ones: a tokenizer learns which letters occur together, but no lines.
     """
     rng = Random(f"tokenizer|{seed}")
     for _ in range(TOKENIZER_SESSIONS):
@@ -150,7 +150,7 @@ def tokenizer_texts(demonstrations: Demonstrations, seed: int) -> Iterator[str]:
 
 
 def stdlib_texts(side: Side) -> list[str]:
-    """The beginnings of standard-library modules of one side of the hold-out, in order of their names."""
+    """The beginnings of the standard-library modules on one side of the hold-out, in order of their names."""
     return [text for text in _library() if side.has(text.encode())]
 
 

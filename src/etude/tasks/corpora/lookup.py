@@ -5,8 +5,8 @@
     2 cup 17
         have cup 17 cup 17 tax 42 cup 17
 
-    find tax fee                     a context of a session: the task, what the summary before left, pages, and
-    summary 2                        the next summary
+    find tax fee                     a context of a session: the task, the previous summary, pages, and the
+    summary 2                        next summary
     have tax 42 fee ? next e
         read e
     1 jam 31 … 6 next f
@@ -16,12 +16,12 @@
         summary
         have tax 42 owl 77 next g
 
-The imitated agent knows the tools and copies faithfully, but it often keeps a fact that was not asked for in the place
-of one that is wanted: that one is gone for good. What reinforcement learning later adds is the sense of what to keep.
+The imitated agent knows the tools and copies faithfully, but it often keeps a fact that was not requested instead of
+one that was, which is then lost. Reinforcement learning later teaches which facts to keep.
 
-A document is one context, and it ends where the real harness would have ended it: what is sampled in a rollout stands
-behind the very words that it stood behind here. Tokens are counted as words of the built-in tokenizer, which is exact
-for a vocabulary that has all of them (:mod:`etude.tokens.word_cache`).
+A document is one context and ends where the real harness would end it, so that a reply follows the same text here as in
+a rollout. Tokens are counted as words of the built-in tokenizer, which is exact for a vocabulary that contains all of
+them (:mod:`etude.tokens.word_cache`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,19 +38,19 @@ from etude.tokens.word_cache import FIND_WORDS
 from etude.types import Split
 
 UNKNOWN = "?"
-"""Stands for the value of a name that was not found, or not kept."""
+"""Placeholder for a value that the agent has not found or not kept."""
 HAVE = "have"
-"""Opens a list of facts."""
+"""First word of a list of facts."""
 MESSAGE_TOKENS = 2
-"""Tokens of a message beside its words: the token that opens it and the one that ends it."""
+"""Tokens of a message in addition to its words: its opening token and its end token."""
 DRILL_FACTS = (4, 10)
-"""Fewest and most facts of a drill."""
+"""Smallest and largest number of facts of a drill."""
 DRILL_QUESTIONS = 8
-"""Names of a drill, drawn with replacement: nothing can be told from what was answered before, only by the name."""
+"""Requested names of a drill, drawn with replacement: earlier answers give no hint, only the name does."""
 
 
 class LookupDemonstrations:
-    """Drills and contexts of one side of the hold-out; a :class:`~etude.tasks.corpora.corpus.Demonstrations`."""
+    """Drills and contexts of one side; implements :class:`~etude.tasks.corpora.corpus.Demonstrations`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class LookupDemonstrations:
         harness: CodingOptions,
         split: Split = Split.TRAIN,
     ) -> None:
-        """``harness`` says what becomes of a full context, as it will in rollouts."""
+        """``harness`` sets what happens when a context is full, as in rollouts."""
         self._family = family
         self._agent = _Agent(keep_fact=options.keep_fact, harness=harness)
         self._split = split
@@ -77,29 +77,29 @@ class LookupDemonstrations:
         return [Message("user", f"{question}\n{shown}"), Message("assistant", f"{HAVE} {list_facts(requested, facts)}")]
 
     def session(self, rng: Random) -> list[Message]:
-        """One context of a session of the imperfect agent, any of them alike."""
+        """One context of a session of the imperfect agent, all with equal probability."""
         return rng.choice(self.contexts(self._family.inquiry(self._split, rng), rng))
 
     def contexts(self, inquiry: Inquiry, rng: Random) -> list[list[Message]]:
-        """A whole session of the imperfect agent, cut where the harness cuts it."""
+        """All contexts of a session of the imperfect agent, split where the harness splits them."""
         return list(self._agent.contexts(inquiry, rng))
 
 
 def list_facts(names: Sequence[str], index: Sequence[Fact]) -> str:
-    """``tax 42 fee ?``: names in their order, with what is known of them."""
+    """Each name with its value, or with ``?`` if ``index`` has none: ``tax 42 fee ?``."""
     values = {fact.name: str(fact.value) for fact in index}
     return " ".join(f"{name} {values.get(name, UNKNOWN)}" for name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Agent:
-    """Reads every page in its turn and answers from what is left in its context."""
+    """Imperfect agent that reads every page in order and answers from its last context."""
 
     keep_fact: float
     harness: CodingOptions
 
     def contexts(self, inquiry: Inquiry, rng: Random) -> Iterator[list[Message]]:
-        """Context after context, from the task to the answer."""
+        """The contexts in order, from the task to the answer."""
         context, index, summaries = [Message("user", inquiry.prompt)], list[Fact](), 0
         for place, facts in enumerate(inquiry.pages):
             context.append(Message("assistant", f"{tools.READ} {PAGE_NAMES[place]}"))
@@ -122,15 +122,15 @@ class _Agent:
         yield context
 
     def _is_full(self, context: Sequence[Message]) -> bool:
-        """The request for a summary as the harness writes it, behind the last reply: its result is not counted, but
-        still seen.
+        """True if the harness would request a summary after the last reply; the result of that reply is not counted,
+        but still shown.
         """
         if self.harness.context == "grow":
             return False
         return sum(MESSAGE_TOKENS + len(FIND_WORDS(m.content)) for m in context) >= self.harness.summary_at_tokens
 
     def _choose(self, requested: Sequence[str], index: Sequence[Fact], rng: Random) -> list[str]:
-        """The facts of a summary: of each name that is asked for, or of another one in its place."""
+        """Names for a summary: each requested name, or another name instead."""
         others = [fact.name for fact in index if fact.name not in requested]
         rng.shuffle(others)
         return [name if rng.random() < self.keep_fact else others.pop() for name in requested]

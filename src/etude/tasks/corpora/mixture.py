@@ -1,8 +1,8 @@
-"""Mixture of corpora: sources by shares, which may change along the way and are held exactly.
+"""Mixture of corpora: sources by token shares, which are exact and may change during a phase.
 
-Owns the draw, the cursor and the cutting into batches. What a document says is its source's business. Pure: the next
-batch is a function of the sources, the shares and the cursor, so a phase that goes on from a saved cursor reads what it
-would have read.
+Owns the choice of sources, the cursor and the batches. The sources own the contents of documents. Pure: the next batch
+is a function of the sources, the shares and the cursor, so a phase that resumes from a saved cursor reads the same
+documents.
 
     shares, tokens read so far ──next_source──▶ source ──its next document──▶ batch, until it has its tokens
 """
@@ -15,7 +15,7 @@ from typing import Protocol
 from etude.types import Document, Split
 
 FEISTEL_ROUNDS = 4
-"""Enough for an order that looks like chance (M. Luby and C. Rackoff, 1988)."""
+"""Rounds of the permutation: enough for a pseudo-random order (M. Luby and C. Rackoff, 1988)."""
 
 
 class Source(Protocol):
@@ -23,16 +23,16 @@ class Source(Protocol):
 
     @property
     def identity(self) -> str:
-        """Identity of its documents, in words or as a digest: a cursor means nothing for another identity."""
+        """Identity of its documents, as text or a digest: a cursor is valid for one identity only."""
         ...
 
     @property
     def size(self) -> int | None:
-        """The number of different documents it has; ``None`` if it makes new ones without end."""
+        """Number of different documents; ``None`` if unlimited."""
         ...
 
     def document(self, index: int) -> Document:
-        """Document 0, 1, … without end; one with a ``size`` has them all again, in another order."""
+        """Document number ``index``, from 0 without limit; a source with a ``size`` repeats all in another order."""
         ...
 
 
@@ -46,7 +46,7 @@ class Side:
     """Holdout ratio: one file or conversation in this many is held out."""
 
     def has(self, content: bytes) -> bool:
-        """Return true if something is on this side by its hash: the same in every run, whatever its seed."""
+        """True if the hash of ``content`` is on this side; independent of the seed."""
         is_heldout = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % self.one_in == 0
         return is_heldout == (self.split is Split.HELDOUT)
 
@@ -56,20 +56,20 @@ class Taken:
     """Read position in one source."""
 
     documents: int = 0
-    """Also the number of the next one."""
+    """Number of documents read, and index of the next one."""
     tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Read position of a phase in its data: the whole state to save."""
+    """Read position of a phase in its data: its whole saved state."""
 
     taken: Mapping[str, Taken] = field(default_factory=dict)
-    """By source; one that is not there has not been read."""
+    """Position by source; a missing source has not been read."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sources."""
+        """Tokens read from all sources."""
         return sum(taken.tokens for taken in self.taken.values())
 
     def of(self, name: str) -> Taken:
@@ -77,7 +77,7 @@ class Cursor:
         return self.taken.get(name, Taken())
 
     def after(self, name: str, document: Document) -> "Cursor":
-        """The cursor once a document of a source has been read."""
+        """The cursor after reading a document of a source."""
         before = self.of(name)
         taken = Taken(documents=before.documents + 1, tokens=before.tokens + len(document.token_ids))
         return Cursor(taken={**self.taken, name: taken})
@@ -87,9 +87,9 @@ class Cursor:
 class Mixture:
     """The shares of sources in the tokens of a phase, each linear in the tokens read so far.
 
-    The next document comes from the source that lags most behind its share of the next token. So no source is ever
-    more than its own last document ahead of its share, and none is more than the others' last documents behind: the
-    lags add up to 0. Drawn at random, shares would be off by the square root of what was read.
+    The next document comes from the source that is furthest behind its share. So no source is ever ahead of its share
+    by more than its own last document, nor behind by more than the others' last documents: the differences add up to 0.
+    With random draws the error of a share would grow as the square root of the tokens read.
     """
 
     shares: Mapping[str, tuple[float, float]]
@@ -103,9 +103,7 @@ class Mixture:
         return max(self.shares, key=lambda name: self.due(name, read) - cursor.of(name).tokens)
 
     def due(self, name: str, read: int) -> float:
-        """The number of of the first ``read`` tokens are a source's: the integral of its share. Beyond the end it
-        stays.
-        """
+        """Tokens of a source among the first ``read``: the integral of its share, which is constant after the end."""
         first, last = self.shares[name]
         inside = min(read, self.tokens)
         ramp = (last - first) * inside * inside / (2 * self.tokens) if self.tokens else 0.0
@@ -116,19 +114,19 @@ class Mixture:
 class BatchStream:
     """Batches of documents of a mixture, or one reader's part of each.
 
-    Of several readers each has every so-manieth document of a source, and as many of the tokens as any other. No reader
-    looks at the documents of another.
+    Each of n readers has every n-th document of a source, and the same number of tokens. No reader reads the documents
+    of another.
     """
 
     mixture: Mixture
     sources: Mapping[str, Source]
-    """At least those of the mixture."""
+    """Source by name, at least those of the mixture."""
     reader: int = 0
     readers: int = 1
 
     @property
     def identity(self) -> str:
-        """The identity of the batches of all readers, apart from their budgets."""
+        """The identity of the batches of all readers, without their token budgets."""
         sources = {name: self.sources[name].identity for name in sorted(self.mixture.shares)}
         readers = f" for {self.readers} readers" if self.readers > 1 else ""
         return f"{self.mixture.tokens} tokens of {dict(self.mixture.shares)}{readers}: {sources}"
@@ -136,9 +134,9 @@ class BatchStream:
     def batch(self, cursor: Cursor, until: int) -> tuple[list[Document], Cursor]:
         """The documents that follow ``cursor``, and the cursor after them.
 
-        The last one is that with which this reader's part of ``until`` tokens has been read in all, so no batch is off
-        by more than a document and the errors of many do not add up. There is none if that was long enough for this
-        batch, too.
+        The batch ends with the document that completes this reader's part of ``until`` tokens, counted over all
+        batches. So no batch is off by more than a document, and errors do not add up. It is empty if the last document
+        of an earlier batch already covered this one.
         """
         own = replace(self.mixture, tokens=-(-self.mixture.tokens // self.readers))
         batch: list[Document] = []
@@ -151,16 +149,16 @@ class BatchStream:
 
 
 def heldout_documents(source: Source, count: int) -> Sequence[Document]:
-    """The first ``count`` different documents of the held-out side of a source, or as many as it has."""
+    """The first ``count`` different documents of a held-out source, or all if it has fewer."""
     available = count if source.size is None else min(count, source.size)
     return [source.document(index) for index in range(available)]
 
 
 def shuffled(stem: str, index: int, size: int) -> int:
-    """Place ``index`` of an endless sequence in which every run of ``size`` holds 0 … ``size`` − 1 in another order.
+    """Element ``index`` of an endless sequence whose epochs of ``size`` each hold 0 … ``size`` − 1 in another order.
 
-    A Feistel network over the next power of four, walked until it lands inside (J. Black and P. Rogaway, "Ciphers with
-    arbitrary finite domains", 2002): any place costs the same, and nothing is kept.
+    A Feistel network over the next power of four, repeated until its value is below ``size`` (J. Black and P. Rogaway,
+    "Ciphers with arbitrary finite domains", 2002): every index costs the same, and no state is stored.
     """
     epoch, place = divmod(index, size)
     half = ((size - 1).bit_length() + 1) // 2

@@ -1,8 +1,8 @@
 """Corpora of the next-edit family for mid-training: right suggestions, and careless ones.
 
-The careless one knows what a suggestion looks like and makes it, sure or not: the old name stays, another one comes in,
-a piece is lost, the end is missing. Now and then it suggests nothing, for no good reason. What reinforcement learning
-adds is care, and silence where that is better (:mod:`etude.tasks.nextedit`).
+The careless agent knows the form of a suggestion and makes one even if unsure: the old name stays, a wrong name is
+inserted, a word is lost, the end is missing. Sometimes it suggests nothing, without a reason. Reinforcement learning
+adds care, and no suggestion where that is better (:mod:`etude.tasks.nextedit`).
 """
 
 import re
@@ -22,7 +22,7 @@ SILENT = 0.2
 CHUNK = re.compile(r"\w+|[^\w\s]")
 
 Mistake: TypeAlias = Callable[[LineEdit, str, Random], str]
-"""A wrong line instead of the right one, given another name."""
+"""Makes a wrong line from an edit, another name and a random generator."""
 
 
 def keep_old(edit: LineEdit, other: str, rng: Random) -> str:
@@ -52,7 +52,7 @@ MISTAKES: Mapping[str, Mistake] = MappingProxyType(
 
 
 class NextEditDemonstrations:
-    """Edits and suggestions of one side of the family; a :class:`~etude.tasks.corpora.corpus.Demonstrations`."""
+    """Edits and suggestions of one side; implements :class:`~etude.tasks.corpora.corpus.Demonstrations`."""
 
     def __init__(self, family: NextEditFamily, options: NextEditOptions, split: Split = Split.TRAIN) -> None:
         self._family = family
@@ -65,7 +65,7 @@ class NextEditDemonstrations:
         return [Message("user", edit.prompt), Message("assistant", f"{ANSWER} {edit.line}")]
 
     def session(self, rng: Random) -> list[Message]:
-        """One suggestion of the careless one, or none."""
+        """An edit and the answer of the careless agent: a suggestion or none."""
         edit = self._family.edit(self._split, rng)
         return [Message("user", edit.prompt), Message("assistant", self._utterance(edit, rng))]
 

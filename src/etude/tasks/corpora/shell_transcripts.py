@@ -1,11 +1,11 @@
 """The planted-bug tasks for an agent that has a shell, and transcripts of such an agent for mid-training.
 
-The agent is the imperfect one of :mod:`etude.tasks.corpora.transcripts`; what changes are its words. They are those of
-mini-swe-agent with the templates of ``recipes/external-harness/mini.yaml``, to the letter: one command per message,
-answered by what it prints, and by its exit code where that is not 0, until a command prints the word that submits. The
-observations are what the commands really print.
+The agent is the imperfect one of :mod:`etude.tasks.corpora.transcripts`; only its messages differ. They are exactly
+those of mini-swe-agent with the templates of ``recipes/external-harness/mini.yaml``: one command per message, answered
+by its output and by its exit code if that is not 0, until a command prints the word that submits. The observations are
+the real outputs of the commands.
 
-Owns the spelling and the check that an agent can run. Does not start anything.
+Owns the text of messages and the check that an agent can run. Starts nothing.
 """
 
 from dataclasses import replace
@@ -22,9 +22,9 @@ from etude.types import Case, FunctionChecks, Split, Task
 SYSTEM = "One command per message. To finish: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """Text of mini-swe-agent's system template."""
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""The command by which mini-swe-agent knows that its agent is done."""
+"""The command that ends a session of mini-swe-agent."""
 CHECK_FILE = "check.py"
-"""The visible tests in the agent's sandbox; grading does not look at it."""
+"""The visible tests in the agent's sandbox; grading ignores this file."""
 
 ONE_FILE = "a recipe whose agent has a shell is refused tasks of several files"
 
@@ -36,11 +36,11 @@ class ShellTasks:
         self._family = family
 
     def size(self, split: Split) -> int | None:
-        """The family's."""
+        """The size of the family."""
         return self._family.size(split)
 
     def task(self, split: Split, index: int) -> Task:
-        """The family's task, and a program that checks it."""
+        """The family's task with a program that checks it."""
         task = self._family.task(split, index)
         return replace(task, files={**task.files, CHECK_FILE: check_program(task.function_checks)})
 
@@ -48,7 +48,7 @@ class ShellTasks:
 def check_program(checks: FunctionChecks) -> str:
     """A program that prints ``PASS`` or, like the built-in tool ``test``, the first case that fails.
 
-    It reads the file under test anew: imported, it could be the compiled form of what was there a second ago.
+    The program executes the text of the file: an import could load compiled code of the version a second before.
     """
     cases = [(_call(checks.function, case), case.expected) for case in checks.visible]
     return (
@@ -75,7 +75,7 @@ def shell_transcript(problem: Problem, checks: FunctionChecks, options: BugfixOp
 
 
 def observation(exit_code: int, output: str) -> str:
-    """The text of mini-swe-agent's observation template for a command's end."""
+    """The text of mini-swe-agent's observation template for a finished command."""
     return f"exit {exit_code}\n{output}" if exit_code else output or "ok"
 
 
@@ -110,4 +110,4 @@ def _call(function: str, case: Case) -> str:
 
 
 SHELL = Style(shell_transcript, str)
-"""The words of an agent with a shell."""
+"""Messages of an agent with a shell."""

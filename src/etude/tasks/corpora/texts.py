@@ -1,7 +1,7 @@
-"""Text files as documents: pieces of bounded size, read from disk on demand.
+"""Text files as documents: chunks of bounded size, read from disk on demand.
 
-Owns how plain text becomes tokens, the hold-out of whole files, and the order of pieces. Nothing but sizes is kept in
-memory, so a folder may be larger than it.
+Owns the tokenisation of plain text, the hold-out of whole files, and the order of chunks. Only sizes are kept in
+memory, so a folder may be larger than memory.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from etude.tokens.messages import ChatFormat
 from etude.types import Document, Ids, Split
 
 MAX_TAIL_BYTES = 3
-"""A UTF-8 character has at most this many bytes behind its first."""
+"""Largest number of bytes after the first byte of a UTF-8 character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +32,22 @@ class PlainText:
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """Ids before a text: the token for it, where the tokenizer has one."""
+        """Ids at the beginning of a text: the document token, if the tokenizer has one."""
         return (self.chat.document_id,) if isinstance(self.chat, ChatTemplate) else ()
 
     def ids(self, text: str) -> Ids:
-        """[L] a whole text."""
+        """[L] token ids of a whole text."""
         return np.array([*self.opening, *self.chat.encode(text)], np.int32)
 
 
 @final
 class TextFiles:
-    """The pieces of a text file, or of all files below a folder, in an order of their own in every epoch."""
+    """The chunks of a text file, or of all files below a folder, reshuffled every epoch."""
 
     def __init__(self, path: Path, text: PlainText, side: Side, *, chunk_bytes: int) -> None:
-        """Files are held out whole, by their names; of a single file nothing is.
+        """Files are held out whole, by the hashes of their names; a single file is not held out.
 
-        Raises :class:`~etude.errors.ConfigError` where there is no text to train on.
+        Raises :class:`~etude.errors.ConfigError` if there is no text to train on.
         """
         chosen = [file for file in _files(path) if _is_on(file, path, side)]
         if not chosen and side.split is Split.TRAIN:
@@ -60,15 +60,15 @@ class TextFiles:
         named = "\n".join(f"{file.relative_to(path)} {size}" for file, size in zip(chosen, sizes, strict=True))
         digest = hashlib.sha256(named.encode()).hexdigest()[:16]
         self.identity = f"text|{side.split}|{side.seed}|{chunk_bytes}|{digest}"
-        """Names and sizes, not contents: a corpus need not be read to be opened."""
+        """Depends on names and sizes, not on contents, so that opening a corpus does not read it."""
 
     @property
     def size(self) -> int:
-        """Pieces of all files."""
+        """Number of chunks of all files."""
         return self._ends[-1] if self._ends else 0
 
     def document(self, index: int) -> Document:
-        """One piece; only the first of a file is opened as a text."""
+        """One chunk; only the first chunk of a file begins with the opening ids."""
         chunk = shuffled(self.identity, index, self.size)
         file = bisect_right(self._ends, chunk)
         number = chunk - (self._ends[file - 1] if file else 0)
@@ -76,7 +76,7 @@ class TextFiles:
         return whole(ids if number == 0 else ids[len(self._text.opening) :])
 
     def _read(self, file: Path, number: int) -> str:
-        """A piece of a file. A character that lies across a boundary is all in the piece in which it begins."""
+        """A chunk of a file. A character across a boundary belongs to the chunk in which it begins."""
         with file.open("rb") as stream:
             stream.seek(number * self._chunk_bytes)
             read = stream.read(self._chunk_bytes + MAX_TAIL_BYTES)
@@ -84,7 +84,7 @@ class TextFiles:
 
 
 def _tail(read: bytes) -> int:
-    """The number of bytes at the beginning belong to a character that began before them."""
+    """Number of bytes at the beginning that belong to an earlier character."""
     return next((place for place, byte in enumerate(read[:MAX_TAIL_BYTES]) if byte & 0xC0 != 0x80), MAX_TAIL_BYTES)
 
 

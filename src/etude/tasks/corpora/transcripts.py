@@ -1,11 +1,11 @@
 """Imperfect agent sessions on training tasks, for mid-training.
 
-The imitated agent knows the tools but works badly: it often edits without reading, makes slips, rarely tests and gives
-up early. Its observations are true: the tools of :mod:`etude.harnesses.tools` answer as they would in a rollout. What
-reinforcement learning later adds is judgment, and the held-out measure shows how much.
+The imitated agent knows the tools but works badly: it often edits without reading, makes mistakes, rarely tests and
+gives up early. Its observations are real: the tools of :mod:`etude.harnesses.tools` answer as in a rollout.
+Reinforcement learning later adds judgment, and the held-out tasks measure how much.
 
-Three habits, each with a probability of its own, are the skills that tasks of exploration need: an edit as the failing
-test says (``follow_test``), a search for the file (``search``), a call written again as its error says
+Three habits, each with its own probability, are the skills that exploration needs: an edit that follows the failing
+test (``follow_test``), a search for the file (``search``), and a malformed call corrected after its error
 (``correct_call``).
 """
 
@@ -22,17 +22,17 @@ from etude.tasks.programs import LABELS, PATHS, Lines, with_label
 from etude.types import Case, FunctionChecks, Split
 
 MAX_EDITS = 3
-"""Attempts after which the imitated agent submits whatever it has."""
+"""Attempts after which the imitated agent submits."""
 MAX_GUESSES = 3
-"""Files of a guessed name that it reads before it gives up."""
+"""Guessed paths that the agent reads before it gives up."""
 NAMED_SHARE = 0.5
-"""Sessions on tasks of several files whose prompt says which: so that work on a file is known, and a search is not."""
+"""Share of sessions on several files whose prompt names the file: they show work on a file without a search."""
 REMINDER = tools.USAGE[tools.EDIT]
-"""The user's correction of an edit in a wrong form."""
+"""The user's correction of a malformed edit."""
 STUBS = ("pass", "return 0", "return None")
-"""Lines of an agent that has not read what it edits; as many as :data:`MAX_EDITS`."""
+"""Lines of an agent that has not read the file that it edits; as many as :data:`MAX_EDITS`."""
 SHOWN_SHARE = 0.7
-"""Paths of programs that are shown as an agent reads them."""
+"""Share of programs that are shown as an agent sees them."""
 
 Move: TypeAlias = tools.ReadFile | tools.EditFile | tools.RunTests | tools.FindName
 """Moves of the imitated agent before it submits."""
@@ -52,17 +52,17 @@ Writer: TypeAlias = Callable[[Problem, FunctionChecks, BugfixOptions, Random], l
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The message style in which an agent works."""
+    """The form of an agent's messages and files."""
 
     write: Writer
     show: Callable[[str], str]
-    """A file as that agent reads it."""
+    """Renders a file as that agent sees it."""
 
 
 def transcript(
     problem: Problem, checks: FunctionChecks, options: BugfixOptions, rng: Random, *, usage: bool = False
 ) -> list[Message]:
-    """One session in the text protocol of the built-in tools; with ``usage`` errors say how a call is written."""
+    """One session in the text protocol of the built-in tools; with ``usage`` errors show the form of a call."""
     messages = [Message("user", problem.prompt)]
     for move, lines in moves(problem, checks, options, rng):
         before = _before(move, options, rng, usage=usage)
@@ -77,12 +77,12 @@ def transcript(
 
 
 def _before(move: Move | None, options: BugfixOptions, rng: Random, *, usage: bool = False) -> list[Message]:
-    """Messages before a move, or before the submission: a reminder of how an edit is written, or an edit as it is
-    written by an agent that was not just reminded; often nothing.
+    """Messages before a move, or before the submission: a reminder of the form of an edit, or a malformed edit and its
+    error; often none.
 
-    A reminder may come before anything, so that it says how to edit and not that it is time to.
+    A reminder may precede any move, so that it teaches how to edit and not when.
 
-    Keys of 0 draw nothing, so that sessions without habits are what they always were.
+    Options of 0 draw no random number, so that sessions without habits stay the same.
     """
     if options.reminded and rng.random() < options.reminded:
         return [Message("user", REMINDER)]
@@ -93,15 +93,13 @@ def _before(move: Move | None, options: BugfixOptions, rng: Random, *, usage: bo
 
 
 TOOLS = Style(transcript, tools.number_lines)
-"""The words of the built-in tools."""
+"""Messages of the built-in tools."""
 TOOLS_WITH_USAGE = Style(partial(transcript, usage=True), tools.number_lines)
-"""The same, whose errors say how a call is written."""
+"""Messages of the built-in tools whose errors show the form of a call."""
 
 
 class BugfixDemonstrations:
-    """Programs and sessions of one side of the planted-bug family; a
-    :class:`~etude.tasks.corpora.corpus.Demonstrations`.
-    """
+    """Programs and sessions of one side; implements :class:`~etude.tasks.corpora.corpus.Demonstrations`."""
 
     def __init__(
         self, family: BugfixFamily, options: BugfixOptions, style: Style = TOOLS, split: Split = Split.TRAIN
@@ -112,7 +110,7 @@ class BugfixDemonstrations:
         self._split = split
 
     def code(self, rng: Random) -> str:
-        """A right program, most times as the agent reads it."""
+        """A right program, usually as the agent sees it."""
         text = "\n".join(self._family.problem(self._split, rng).right)
         return self._style.show(text) if rng.random() < SHOWN_SHARE else text
 
@@ -127,7 +125,7 @@ class BugfixDemonstrations:
 def moves(
     problem: Problem, checks: FunctionChecks, options: BugfixOptions, rng: Random
 ) -> Iterator[tuple[Move, Lines]]:
-    """The moves of the imperfect agent, each move with the program as it is afterwards."""
+    """The moves of the imperfect agent, each with the program after it."""
     lines = problem.broken
     if not problem.is_named:
         if rng.random() >= options.search:
@@ -166,21 +164,21 @@ def first_failure(problem: Problem, lines: Lines, checks: FunctionChecks) -> tup
 
 
 def _draw_edit(problem: Problem, options: BugfixOptions, tried: set[str], rng: Random) -> str:
-    """The right line or a slip, without a label; never what a test has just shown to be wrong."""
+    """The right line or a mistake, without a label; never a line that was tried before."""
     if rng.random() < options.right_edit:
         return problem.plain_answer
     return rng.choice([line for line in problem.mistakes if line not in tried])
 
 
 def _draw_label(problem: Problem, options: BugfixOptions, rng: Random, *, is_told: bool) -> str:
-    """A wrong label; now and then the right one, once a test has told it."""
+    """A wrong label; sometimes the right one, once a test has shown it."""
     if is_told and rng.random() < options.follow_test:
         return problem.label
     return rng.choice([label for label in LABELS if label != problem.label])
 
 
 def _guess_paths(problem: Problem, options: BugfixOptions, rng: Random) -> Iterator[str]:
-    """Names of files, never that of the right one, for as long as the agent tries again."""
+    """Wrong paths, until the agent stops trying."""
     for path in rng.sample([path for path in PATHS if path != problem.path], MAX_GUESSES):
         yield path
         if rng.random() >= options.retry:
@@ -188,7 +186,7 @@ def _guess_paths(problem: Problem, options: BugfixOptions, rng: Random) -> Itera
 
 
 def _draw_stub(problem: Problem, tried: set[str], rng: Random) -> str:
-    """A line that needs no knowledge of the file, not yet tried, as far to the right as the one that it replaces."""
+    """An untried line that needs no knowledge of the file, with the indent of the line that it replaces."""
     right = problem.right[problem.kind.answer]
     indent = right[: len(right) - len(right.lstrip())]
     return rng.choice([indent + stub for stub in STUBS if indent + stub not in tried])

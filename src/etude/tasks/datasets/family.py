@@ -1,12 +1,12 @@
-"""The dataset family: prompts or conversations, and their right answers, out of anybody's files.
+"""The dataset family: prompts or conversations with their right answers, from the user's files.
 
-    row ──▶ columns ──▶ prompt (and what was said before it), right answer ──▶ Task, graded by AnswerChecks
+    row ──▶ columns ──▶ prompt (and earlier messages), right answer ──▶ Task, graded by AnswerChecks
 
-All rows are read and checked when the family is opened, so that a bad one is named by file, line and column before
-anything starts. Rows that ask the same and expect the same are one task. What is held out no seed changes: the rows of
-another file, or one row in so many by the hash of what it asks, so that copies of a question are on one side. Owns the
-meaning of columns; where rows come from is :mod:`etude.tasks.datasets.rows`', how answers are compared is
-:mod:`etude.rewards.graders.answers`'.
+All rows are read and checked when the family is opened, so that an error names file, line and column before a run
+starts. Rows with the same question and answer are one task. The hold-out does not depend on the seed: it is the rows of
+another file, or one in n rows by the hash of the question, so that copies of a question are on one side. Owns the
+meaning of columns; :mod:`etude.tasks.datasets.rows` reads the rows, :mod:`etude.rewards.graders.answers` compares
+answers.
 """
 
 import hashlib
@@ -28,21 +28,21 @@ from etude.tasks.datasets.rows import DatasetRow, read_rows
 from etude.types import AnswerChecks, Json, PromptMessage, Split, Task
 
 MAX_REJECTIONS = 10
-"""Bad rows that are named; there may be more."""
+"""Largest number of bad rows in an error message."""
 LETTERS = string.ascii_uppercase
-"""Names of the answers to choose from."""
+"""Letters of the choices."""
 ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
     "system": "system",
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
 }
-"""Role in a row → who speaks."""
+"""Role in a row → role of the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetQuestion:
-    """The question of one row, and the right answer."""
+    """The question of one row and its right answer."""
 
     place: str
     history: tuple[PromptMessage, ...]
@@ -51,7 +51,7 @@ class DatasetQuestion:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of what is asked."""
+        """SHA-256 of the conversation, without the answer."""
         conversation = [*((message.role, message.content) for message in self.history), ("user", self.prompt)]
         return hashlib.sha256(orjson.dumps(conversation)).digest()
 
@@ -61,7 +61,7 @@ class DatasetTasks:
 
     @classmethod
     def open(cls, options: DatasetOptions, context: FamilyContext) -> "DatasetTasks":
-        """Read the rows of a recipe. Raises :class:`~etude.errors.ConfigError` naming those that cannot be used."""
+        """Read the rows of a recipe. Raises :class:`~etude.errors.ConfigError` with the unusable rows."""
         if options.match == "math" and find_spec("math_verify") is None:
             raise ConfigError("tasks.options.match = 'math' needs math-verify: pip install -e '.[math]'")
         questions = read_questions(options, Path(options.path), "tasks.options.path")
@@ -76,7 +76,7 @@ class DatasetTasks:
 
     def __init__(self, options: DatasetOptions, sides: Mapping[Split, Sequence[DatasetQuestion]]) -> None:
         self._options = options
-        # The evaluation set is the first few: they are to be of all sorts.
+        # The evaluation set is the first few tasks: sorting by digest makes them diverse.
         heldout = sorted(sides[Split.HELDOUT], key=lambda question: question.digest)
         self._questions = {Split.TRAIN: sides[Split.TRAIN], Split.HELDOUT: heldout}
 
@@ -90,7 +90,7 @@ class DatasetTasks:
         return Task(
             task_id=_identity(question),
             family="dataset",
-            template="",  # rows are not of a kind, as far as is known
+            template="",  # the kinds of rows are unknown
             split=split,
             prompt=question.prompt,
             files={},
@@ -111,11 +111,11 @@ class DatasetDemonstrations:
         self._size = family.size(split) or 0
 
     def code(self, rng: Random) -> Sequence[Message]:
-        """A question, and its right answer."""
+        """A question and its right answer."""
         return self._conversation(rng, right_answer=1.0)
 
     def session(self, rng: Random) -> Sequence[Message]:
-        """A question, and the answer of somebody who is not always right."""
+        """A question and the answer of an agent that is not always right."""
         return self._conversation(rng, self._right_answer)
 
     def _conversation(self, rng: Random, right_answer: float) -> list[Message]:
@@ -131,7 +131,7 @@ class DatasetDemonstrations:
 
 
 def read_questions(options: DatasetOptions, path: Path, key: str) -> list[DatasetQuestion]:
-    """The questions of a data set, each once. Raises :class:`~etude.errors.ConfigError` for rows that are none."""
+    """The questions of a data set without duplicates. Raises :class:`~etude.errors.ConfigError` for unusable rows."""
     columns = [column for column in (options.messages or options.prompt, options.answer, options.choices) if column]
     questions: dict[str, DatasetQuestion] = {}
     rejections: list[str] = []
@@ -150,7 +150,7 @@ def read_questions(options: DatasetOptions, path: Path, key: str) -> list[Datase
 
 
 def _question(row: DatasetRow, options: DatasetOptions) -> DatasetQuestion:
-    """Read the question of a row. Raises ``ValueError`` naming the column and the fault."""
+    """Read the question of a row. Raises ``ValueError`` with the column and the reason."""
     if row.fault:
         raise ValueError(row.fault)
     if options.messages:
@@ -181,7 +181,7 @@ def _question(row: DatasetRow, options: DatasetOptions) -> DatasetQuestion:
 
 
 def _last_reply(messages: list[PromptMessage], column: str) -> str:
-    """Take the right answer off the end of a conversation."""
+    """Remove the right answer from the end of a conversation and return it."""
     if len(messages) < 2 or messages[-1].role != "assistant":
         raise ValueError(
             f"column {column!r} does not end with the assistant's answer: name a column of answers "
@@ -207,7 +207,7 @@ def _messages(row: DatasetRow, column: str) -> Iterator[PromptMessage]:
 
 
 def _text(row: DatasetRow, column: str) -> str:
-    """The text of a column; a number as it is written."""
+    """The text of a column; a number is converted to text."""
     value = _value(row, column)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"column {column!r} is not a text or number: {value!r:.60}")
@@ -233,7 +233,7 @@ def _choices(row: DatasetRow, column: str) -> list[str]:
 
 
 def _letter(answer: str, choices: Sequence[str], column: str) -> str:
-    """The letter of the right answer, which is given by itself, by its number from 0 or by its text."""
+    """The letter of the right answer, which a row gives as a letter, a number from 0 or its text."""
     letters = LETTERS[: len(choices)]
     if answer in letters:
         return answer
@@ -248,7 +248,7 @@ def _letter(answer: str, choices: Sequence[str], column: str) -> str:
 
 
 def _check_apart(train: Sequence[DatasetQuestion], heldout: Sequence[DatasetQuestion]) -> None:
-    """Raise :class:`~etude.errors.ConfigError` where a held-out question would be trained on."""
+    """Raise :class:`~etude.errors.ConfigError` if a held-out question is also a training question."""
     places = {question.digest: question.place for question in heldout}
     for question in train:
         if question.digest in places:

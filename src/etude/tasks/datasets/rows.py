@@ -1,13 +1,13 @@
-"""Rows of data sets as they lie on disk, one after the other, each with its place.
+"""Rows of data sets on disk, in order, each with its position.
 
     FILE.jsonl · FILE.parquet · FILE.arrow      one file
-    FOLDER                                      all of the above in it, by name; as a Hub repository has them
-    FOLDER with state.json                      what Hugging Face's ``save_to_disk`` made: Arrow streams, listed there
+    FOLDER                                      all such files in it, by name, as in a Hub repository
+    FOLDER with state.json                      output of Hugging Face's ``save_to_disk``: Arrow streams, listed there
 
-JSON lines need nothing else. Parquet and Arrow are read by pyarrow (extra ``datasets``), not by the ``datasets``
-package: a saved set is Arrow's own stream format beside a list of its files, and what that package adds (scripts,
-caches, downloads) is of no use here. Owns finding and reading; what a row means is the affair of
-:mod:`etude.tasks.datasets.family`.
+JSON lines need no extra package. Parquet and Arrow need pyarrow (extra ``datasets``), but not the ``datasets`` package:
+a saved set is Arrow's own stream format with a list of its files, and the other features of that package (scripts,
+caches, downloads) are not needed here. Owns finding and reading; :mod:`etude.tasks.datasets.family` owns the meaning of
+a row.
 """
 
 import json
@@ -22,11 +22,11 @@ from etude.errors import ConfigError
 from etude.types import Json
 
 SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".arrow")
-"""Kinds of file that are read."""
+"""Suffixes of the supported files."""
 SAVED, SPLITS = "state.json", "dataset_dict.json"
-"""Files that ``save_to_disk`` writes beside the rows of a set, and above those of several."""
+"""Files that ``save_to_disk`` writes: in the folder of one set, and in the parent folder of several splits."""
 BATCH_ROWS = 1_000
-"""Rows that pyarrow hands over at once."""
+"""Rows that pyarrow returns at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,14 @@ class DatasetRow:
     """``data/train.jsonl, line 3``; rows of other files are counted from 1."""
     fields: dict[str, Json]
     fault: str = ""
-    """The reason why the line could not be read; empty: it could."""
+    """The reason why the line is unreadable; empty if it is readable."""
 
 
 def read_rows(path: Path, key: str, columns: Sequence[str]) -> Iterator[DatasetRow]:
-    """Every row of a data set; of Parquet and Arrow files only ``columns`` are read.
+    """Every row of a data set; Parquet and Arrow files are read only for ``columns``.
 
-    Raises :class:`~etude.errors.ConfigError`, which begins with ``key``, for a set that is missing, is of another kind
-    or has no such column.
+    Raises :class:`~etude.errors.ConfigError`, which begins with ``key``, for a set that is missing, has another format
+    or lacks a column.
     """
     for file in _files(path, key):
         try:
@@ -80,7 +80,7 @@ def _files(path: Path, key: str) -> list[Path]:
 
 
 def _json_rows(file: Path) -> Iterator[DatasetRow]:
-    """The rows of JSON lines; empty lines are none."""
+    """The rows of JSON lines; empty lines are skipped."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             place = f"{file}, line {number}"
@@ -98,10 +98,10 @@ def _json_rows(file: Path) -> Iterator[DatasetRow]:
 
 
 def _table_rows(file: Path, key: str, columns: Sequence[str]) -> Iterator[DatasetRow]:
-    """The rows of a Parquet file, or of an Arrow stream."""
+    """The rows of a Parquet file or an Arrow stream."""
     if find_spec("pyarrow") is None:
         raise ConfigError(f"{key}: {file} needs pyarrow: pip install -e '.[datasets]', or write the rows as JSON lines")
-    import pyarrow as pa  # only here: most runs have no such file
+    import pyarrow as pa  # imported here because most runs have no such file
 
     try:
         batches = _parquet(file, key, columns) if file.suffix == ".parquet" else _arrow(file, key, columns)

@@ -1,15 +1,15 @@
-"""``environment/docker-compose.yaml`` of a task: programs that run beside the agent, in the sandbox of ``main``.
+"""``environment/docker-compose.yaml`` of a task: services that run with the agent, in the sandbox of ``main``.
 
     services:
       main: {depends_on: [api], environment: {API: http://api:8080}, healthcheck: {test: curl -f http://api:8080}}
       api:  {build: ., command: ./serve, environment: {…}, working_dir: /srv, healthcheck: {test: …}}
       db:   {image: redis:7, volumes: [data:/data, ./redis.conf:/etc/redis.conf]}
 
-A service has either the image of ``main`` (``build: .``) or one of its own. The former shares the files of ``main`` and
-is started by a script in front of its entry point; the latter has a root of its own inside the sandbox, and the sandbox
-starts it (:class:`~etude.sandbox_spec.ImageService`). Both go by the order of ``depends_on``, each when those before it
-are healthy, those with images of their own first; and both are found by their names, which lead to the sandbox's own
-loopback. Text in, settings out; a key that is not held to is refused by its name.
+A service has either the image of ``main`` (``build: .``) or one of its own. The former shares the files of ``main``,
+and a script before the entry point starts it. The latter has its own root file system inside the sandbox, and the
+sandbox starts it (:class:`~etude.sandbox_spec.ImageService`). Services with their own images start first; all start in
+the order of ``depends_on``, each when those before it are healthy. Service names resolve to the sandbox's loopback.
+Text in, settings out; an unsupported key is refused by name.
 """
 
 import re
@@ -31,7 +31,7 @@ from etude.sandboxes.images.containers import ServiceOrder
 from etude.tasks.harbor.settings import TaskFolderError, explain, fill_variables, frozen_lists
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's where PyYAML has it: ten times as fast."""
+"""The loader of libyaml if PyYAML has it: ten times as fast."""
 MOST_DEPTH, MOST_NODES = 100, 100_000
 MAIN = "main"
 """The agent's own service."""
@@ -46,7 +46,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "privileged": "no command of a sandbox has capabilities",
     }
 )
-"""Keys of a service that are refused, and what to do; so is any other that is not a field below."""
+"""Refused keys of a service → fix; any other key that is not a field below is refused, too."""
 OF_OWN_IMAGE: Mapping[str, str] = MappingProxyType(
     {
         "image": "write it into task.toml as environment.docker_image",
@@ -56,7 +56,7 @@ OF_OWN_IMAGE: Mapping[str, str] = MappingProxyType(
         "volumes": "it has the files of main: copy them in the Dockerfile",
     }
 )
-"""Keys of a service with an image of its own, and what to do where it has that of ``main``."""
+"""Keys that only a service with its own image may have → fix for a service with the image of ``main``."""
 NOTES: Mapping[str, str] = MappingProxyType(
     {
         "version": "carried",
@@ -78,14 +78,14 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "services.*.expose": "every port is the sandbox's own",
     }
 )
-"""Limits of keys that are read, where the name alone does not say it."""
+"""Limits of supported keys that are not obvious from their names."""
 UNKNOWN_KEY = "it is not held to: drop it, or do without"
 UP, LOGS = "/tmp/.services-up", "/tmp/.services"
-"""A file that is there when all services are healthy, and the end of their logs, inside."""
+"""In the sandbox: a file that exists once all services have started, and one with the log of an unhealthy service."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """Names of services."""
 SLEEPS = ("sleep infinity", "tail -f /dev/null", "sh -c 'sleep infinity'")
-"""Commands of ``main`` that do nothing, which is what it does."""
+"""The allowed commands of ``main``: they do nothing."""
 PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 DURATION = re.compile(rf"(?:{PART.pattern})+")
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -108,7 +108,7 @@ class CheckSettings(Section):
 
     @property
     def check(self) -> Healthcheck:
-        """The same for a sandbox."""
+        """The health check of a sandbox."""
         kind, *words = ("CMD-SHELL", self.test) if isinstance(self.test, str) else self.test
         return Healthcheck(
             argv=("sh", "-c", *words) if kind == "CMD-SHELL" else tuple(words),
@@ -126,7 +126,7 @@ class DependencySettings(Section):
 
 
 class BuildSettings(Section):
-    """``build`` of a service; its defaults are those of ``main``."""
+    """``build`` of a service; the defaults are those of ``main``."""
 
     context: str = "."
     dockerfile: str = "Dockerfile"
@@ -141,11 +141,11 @@ class BuildSettings(Section):
 
 
 class ServiceSettings(Section):
-    """A service, as far as étude holds to it."""
+    """The supported keys of a service."""
 
     image: str = ""
     build: BuildSettings | None = None
-    """Written as its context alone, or as a table."""
+    """In the file: its context alone, or a table."""
     entrypoint: str | tuple[str, ...] | None = None
     user: str | int = ""
     tmpfs: str | tuple[str, ...] = ()
@@ -158,10 +158,10 @@ class ServiceSettings(Section):
     """Empty: that of the image."""
     healthcheck: CheckSettings | None = None
     depends_on: tuple[str, ...] | dict[str, DependencySettings] = ()
-    """Always until it is healthy, if it has a check."""
+    """Services to wait for; always until they are healthy, if they have a check."""
     ports: tuple[Any, ...] = ()
     expose: tuple[Any, ...] = ()
-    """Every port is the sandbox's own, and none is seen outside."""
+    """Without effect: every port is the sandbox's own, and none is visible outside."""
 
     @field_validator("build", mode="before")
     @classmethod
@@ -170,22 +170,22 @@ class ServiceSettings(Section):
 
     @property
     def has_own_image(self) -> bool:
-        """True unless its image is that of ``main``."""
+        """True unless the service has the image of ``main``."""
         return bool(self.image) if self.build is None else self.build != BuildSettings()
 
     @property
     def line(self) -> str:
-        """Its command, for a shell."""
+        """The command, for a shell."""
         return self.command if isinstance(self.command, str) else shlex.join(self.command)
 
     @property
     def variables(self) -> dict[str, str]:
-        """Its environment, as text."""
+        """The environment, as text."""
         return {name: str(value) for name, value in self.environment.items()}
 
     @property
     def more_names(self) -> Iterator[str]:
-        """Names beside its own."""
+        """Further names of the service."""
         return filter(None, (self.hostname, self.container_name))
 
 
@@ -193,9 +193,9 @@ class ComposeSettings(Section):
     """The whole file."""
 
     version: Any = None
-    """Obsolete, for Docker, too."""
+    """Obsolete, in Docker as well."""
     volumes: dict[str, dict[str, str] | None] = Field(default_factory=dict)
-    """Names of volumes, which decide nothing."""
+    """Names of volumes; without effect."""
     services: dict[str, ServiceSettings] = Field(min_length=1)
 
     @field_validator("services")
@@ -209,26 +209,26 @@ class ComposeSettings(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposeServices:
-    """Services of a task: what they add to its sandbox."""
+    """Additions of a task's services to its sandbox."""
 
     entrypoint: tuple[str, ...] = ()
-    """Comes before that of the image."""
+    """Runs before the entry point of the image."""
     healthchecks: tuple[Healthcheck, ...] = ()
     names: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of ``main``."""
     orders: tuple[ServiceOrder, ...] = ()
-    """Services with images of their own, in the order in which they are started."""
+    """Services with images of their own, in starting order."""
 
 
 def _read_yaml(text: str) -> object:
     """The plain values of a text.
 
-    Raises ``yaml.YAMLError``, also for what is deeper or, with its aliases written out, larger than any compose file:
-    the fast loader would end the process of the one, and no reader would come to an end of the other.
+    Raises ``yaml.YAMLError``, also for a text that is too deep or, with its aliases expanded, too large: a deep one
+    would crash the process in the fast loader, and reading a large one would not end.
     """
     brackets = accumulate((char in "[{") - (char in "]}") for char in text)
-    if max(brackets, default=0) > MOST_DEPTH:  # before the parser sees it: libyaml takes the square of their number
+    if max(brackets, default=0) > MOST_DEPTH:  # checked before parsing: libyaml needs quadratic time
         raise yaml.YAMLError(f"it opens more than {MOST_DEPTH} brackets")
     sizes, open_nodes = dict[str, int](), [("", 0)]
     for event in yaml.parse(text, Loader=LOADER):
@@ -239,7 +239,7 @@ def _read_yaml(text: str) -> object:
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = open_nodes.pop()
         elif isinstance(event, yaml.AliasEvent):
-            size = sizes.get(event.anchor, MOST_NODES)  # it stands for what it is a part of
+            size = sizes.get(event.anchor, MOST_NODES)  # the alias is inside of its own anchor
         sizes[anchor] = size
         outer, so_far = open_nodes.pop()
         open_nodes.append((outer, so_far + size))
@@ -251,7 +251,7 @@ def _read_yaml(text: str) -> object:
 def parse_compose(text: str, *, source: str) -> ComposeServices:
     """Read a compose file; ``source`` is its path, for messages.
 
-    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` with every key that is not held to.
+    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` with every unsupported key.
     """
     try:
         tree = _filled(frozen_lists(_read_yaml(text)), source, "")
@@ -289,14 +289,14 @@ def parse_compose(text: str, *, source: str) -> ComposeServices:
 
 
 def _filled(value: Any, source: str, key: str) -> Any:
-    """A value of the file with the defaults of its variables filled in, ``$`` for ``$$``, and lists of variables as
+    """A value of the file with its variables replaced by their defaults, ``$$`` by ``$``, and lists of variables by
     tables.
     """
     if key.endswith(".environment") and isinstance(value, tuple):
         lines = (str(line).partition("=") for line in value)
         value = {name: text if equals else None for name, equals, text in lines}
     if isinstance(value, dict):
-        own = key.endswith(".environment")  # one without a value has that of the machine
+        own = key.endswith(".environment")  # without a value, Docker takes that of the machine
         texts = {name: f"${{{name}}}" if own and item is None else item for name, item in value.items()}
         return {name: _filled(item, source, f"{key}.{name}".lstrip(".")) for name, item in texts.items()}
     if isinstance(value, tuple):
@@ -308,7 +308,7 @@ def _filled(value: Any, source: str, key: str) -> Any:
 
 
 def _check_images(settings: ComposeSettings, own: Sequence[str], source: str) -> None:
-    """Refuse keys that a service has by its own image alone, an order that is not ours, and volumes of several."""
+    """Refuse keys that need an own image, dependencies on services that start later, and shared volumes."""
     for name, service in settings.services.items():
         keys = [key for key in OF_OWN_IMAGE if key in service.model_fields_set and name not in own]
         if keys:
@@ -330,7 +330,7 @@ def _check_images(settings: ComposeSettings, own: Sequence[str], source: str) ->
 
 
 def _volumes(name: str, service: ServiceSettings, source: str) -> list[tuple[str, str]]:
-    """Source, which is empty for a volume without a name, and place of each volume."""
+    """Source and mount point of each volume; the source of an unnamed volume is empty."""
     pairs = []
     for text in service.volumes:
         first, _, rest = text.removesuffix(":rw").removesuffix(":ro").rpartition(":")
@@ -345,7 +345,7 @@ def _volumes(name: str, service: ServiceSettings, source: str) -> list[tuple[str
 
 
 def _order_of(name: str, service: ServiceSettings, source: str, names: Sequence[str]) -> ServiceOrder:
-    """The order for a service with an image of its own."""
+    """The order to start a service with an image of its own."""
     folder = Path(source).parent
     volumes = _volumes(name, service, source)
     build = service.build
@@ -385,7 +385,7 @@ def seconds(text: str) -> float:
 
 
 def _order(settings: ComposeSettings, source: str) -> list[str]:
-    """The services, each after those that it depends on."""
+    """The service names, each after its dependencies."""
     graph = {name: tuple(service.depends_on) for name, service in settings.services.items()}
     strangers = sorted({name for names in graph.values() for name in names} - {*graph})
     try:
@@ -423,7 +423,7 @@ def _retry_timeout_s(check: Healthcheck) -> float:
 
 
 def _all_healthy(services: Sequence[ServiceSettings]) -> Healthcheck:
-    """A check that succeeds when the script has found all services healthy."""
+    """A check that succeeds once the script has found all services healthy."""
     checks = [service.healthcheck.check for service in services if service.healthcheck]
     script = f"[ -e {UP} ] && [ ! -e {LOGS} ] || {{ cat {LOGS} 2>/dev/null; exit 1; }}"
     retries = 3 + round(sum(map(_retry_timeout_s, checks)))

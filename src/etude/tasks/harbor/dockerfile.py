@@ -1,8 +1,8 @@
-"""Dockerfiles that need no image: text files in the working folder of the base system that sandboxes have. Pure.
+"""Dockerfiles that need no image: they only copy text files into the working folder of the sandbox's base system. Pure.
 
     FROM debian:12     WORKDIR /app     ENV A=b     COPY src/ .     …and LABEL, EXPOSE, CMD, which change no file
 
-So tasks that are a few files run anywhere, without podman and without root. Any other Dockerfile is podman's to read
+So tasks that consist of a few files run anywhere, without podman and without root. podman builds any other Dockerfile
 (:mod:`etude.sandboxes.images.containers`).
 """
 
@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 OWN_BASE = ("debian*", "ubuntu*", "python*")
-"""Images that the provider's own base system stands for. That it is near enough is for a task's solution to show."""
+"""Images that the provider's own base system replaces; a task's solution shows whether it is similar enough."""
 NO_FILES_CHANGE = ("LABEL", "EXPOSE", "CMD", "MAINTAINER", "STOPSIGNAL")
-"""Instructions about running a container; sandboxes run what the harness says."""
+"""Instructions that only affect how a container runs; in sandboxes the harness decides that."""
 COMMENT = re.compile(r"\s*(#|$)")
 NOT_PLAIN = re.compile(r"\$|<<|^--|[*?\[\]]")
 """In an argument: a variable, a here-document, a flag, a pattern."""
@@ -24,16 +24,16 @@ NOT_PLAIN = re.compile(r"\$|<<|^--|[*?\[\]]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainDockerfile:
-    """The text files of a task and where they go."""
+    """The text files of a task and their targets."""
 
     workdir: str
     environment: Mapping[str, str]
     copies: tuple[tuple[str, ...], ...]
-    """Sources, relative to the build context, and at last the target, as in the file."""
+    """For each COPY its sources, relative to the build context, and then its target."""
 
 
 def plain_dockerfile(text: str) -> PlainDockerfile | None:
-    """Read a Dockerfile; ``None`` for one that does more than put files into one folder of a known base system."""
+    """Read a Dockerfile; ``None`` if it does more than copy files into one folder of a known base system."""
     parent, workdir = "", ""
     environment: dict[str, str] = {}
     copies: list[tuple[str, ...]] = []
@@ -62,7 +62,7 @@ def plain_dockerfile(text: str) -> PlainDockerfile | None:
 
 
 def _instructions(text: str) -> Iterator[str]:
-    """Each instruction, its lines joined."""
+    """The instructions, with continued lines joined."""
     joined = ""
     for line in text.splitlines():
         if COMMENT.match(line):

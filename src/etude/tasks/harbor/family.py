@@ -1,7 +1,7 @@
-"""A folder of Harbor tasks as tasks to practise, with a hold-out that no seed changes.
+"""A folder of Harbor tasks as training tasks, with a hold-out that is independent of the seed.
 
-Reads every task folder once. A broken one, or one whose image is not there, is set aside with the reason and the rest
-goes on; a folder with nothing left to practise is refused. Builds nothing (:mod:`etude.tasks.harbor.images`).
+Reads every task folder once. A broken task, or one whose image is missing, is set aside with the reason, and the others
+are used; a folder without a usable task is refused. Builds no images (:mod:`etude.tasks.harbor.images`).
 """
 
 import hashlib
@@ -23,9 +23,9 @@ from etude.types import Split, Task
 logger = logging.getLogger(__name__)
 
 IMAGES = "images"
-"""Folder of images beside the tasks of a folder."""
+"""Folder of images in the folder of the tasks."""
 HELDOUT_ONE_IN = 6
-"""Every how manieth task is held out, by its name's hash; one that says its side itself is on that side."""
+"""One in this many templates is held out, by the hash of the name, unless a task names its side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class HarborTasks:
 
     @classmethod
     def open(cls, options: Section, context: FamilyContext) -> "HarborTasks":
-        """The family of a recipe, whose images lie beside the tasks or with the base systems."""
+        """The family of a recipe; its images are in the folder of the tasks or in the folder of base systems."""
         beside = context.folder / IMAGES
         images = ImageStore(beside if beside.is_dir() else context.images)
         harbor = cls(context.folder, images=images, heldout_every=context.heldout_every)
@@ -61,12 +61,12 @@ class HarborTasks:
     ) -> None:
         """Read the tasks whose images are in the store; without ``images``, those that need none.
 
-        Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` when no task is left.
+        Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` if no task is usable.
         """
         reading = read_tasks(folder, offline=offline)
         built, unbuilt = _find_images(reading.tasks, images)
         self.refused: Mapping[str, str] = {**reading.refused, **unbuilt}
-        """Name of each task that was set aside → why."""
+        """Name of each task that was set aside → reason."""
         ready = [task for task in reading.tasks if task.name in built]
         if not ready:
             reasons = "\n  ".join(f"{name}: {reason}" for name, reason in self.refused.items())
@@ -84,16 +84,16 @@ class HarborTasks:
         return len(self._tasks[split])
 
     def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split, in the order of their names; held-out templates take turns."""
+        """Task number ``index`` of a split, ordered by name; held-out tasks are in round-robin order over templates."""
         task = self._tasks[split][index]
         image = self._images[task.name]
         return task.task(split, image=image, files=None if image.digest else plain_files(task))
 
 
 def read_tasks(folder: Path, *, offline: bool = False) -> FolderContents:
-    """Read every task folder in ``folder``, setting aside the broken ones and those whose name is taken.
+    """Read every task folder in ``folder``; set aside broken tasks and those with a duplicate name.
 
-    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` where there is no task folder at all.
+    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` if there is no task folder.
     """
     tasks: dict[str, HarborTask] = {}
     refused: dict[str, str] = {}
@@ -109,7 +109,7 @@ def read_tasks(folder: Path, *, offline: bool = False) -> FolderContents:
 
 
 def side_of(task: HarborTask, one_in: int = HELDOUT_ONE_IN) -> Split:
-    """The side of the hold-out that a task is on: its own word, or else its name's hash."""
+    """The side of the hold-out of a task: the one that it names, else by the hash of its template."""
     if task.origin.split is not None:
         return task.origin.split
     number = int.from_bytes(hashlib.sha256(task.template.encode()).digest()[:8])
@@ -121,7 +121,7 @@ def _on_side(tasks: Sequence[HarborTask], split: Split, one_in: int) -> list[Har
 
 
 def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple[dict[str, Image], dict[str, str]]:
-    """The image of each task that has one or needs none, and why the others have none."""
+    """The image of each task that has one or needs none, and the reasons for the others."""
     built: dict[str, Image] = {}
     missing: dict[str, str] = {}
     for task in tasks:

@@ -1,8 +1,8 @@
-"""Features of Harbor's format, by the format's own names, and whether étude holds to each.
+"""Features of Harbor's format, by the format's own names, and étude's support of each.
 
-Made of what the reader of task folders itself reads with: the fields of its settings, and the tables of what it
-refuses. So a key that is added or refused there is in this list, and none is ignored silently: a key that is in neither
-table is refused as unknown.
+Generated from the parser of task folders: from the fields of its settings and the tables of what it refuses. So every
+key that is added or refused there is in this list, and no key is ignored silently: a key in neither table is refused as
+unknown.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from etude.config.section import Section
 from etude.tasks.harbor import compose, folder, settings
 
 FORMAT = "Harbor 0.26, schema 1.4"
-"""The release whose models the tables were compared with."""
+"""The release that the tables were compared with."""
 INSTRUCTIONS = {
     "FROM, COPY, ADD, ARG, SHELL, ONBUILD": "as podman does: any image, many stages",
     "RUN": "in part: as podman does, mounts, too; that of Debian 12 has no here-documents",
@@ -27,11 +27,11 @@ INSTRUCTIONS = {
     "CMD": "carried: neither Harbor nor étude runs it",
     "EXPOSE, LABEL, STOPSIGNAL, VOLUME": "carried: a volume is a folder like any other",
 }
-"""Instructions of a Dockerfile; what they make is read by :mod:`etude.sandboxes.images.containers`."""
+"""Instructions of a Dockerfile; :mod:`etude.sandboxes.images.containers` reads the image that they make."""
 
 
 class Support(StrEnum):
-    """Support of a feature, from all to none."""
+    """Support of a feature, from full to none."""
 
     HONOURED = "honoured"
     PART = "in part"
@@ -57,7 +57,7 @@ class Feature:
 
 
 def features() -> tuple[Feature, ...]:
-    """All features, in the order of the format: files, ``task.toml``, the Dockerfile's, and compose's."""
+    """All features, in this order: files, keys of ``task.toml``, Dockerfile instructions, compose keys."""
     refused_files = ((path, fix) for path, fix in folder.UNSUPPORTED_FILES)
     return (
         *(_feature(path, note) for path, note in folder.FILES.items()),
@@ -77,7 +77,7 @@ def features() -> tuple[Feature, ...]:
 
 
 def markdown() -> str:
-    """The table as a page, with the share of each support above it."""
+    """The table as a page, preceded by the share of each level of support."""
     rows = features()
     lines = [f"{FORMAT}, {len(rows)} features:"]
     for support in Support:
@@ -89,7 +89,7 @@ def markdown() -> str:
 
 
 def _feature(name: str, note: str) -> Feature:
-    """A feature that is read; its note begins with its support unless it is honoured."""
+    """A supported feature; its note begins with the level of support unless it is fully supported."""
     for support in (Support.PART, Support.CARRIED):
         if note.startswith(support):
             return Feature(name=name, support=support, note=note.removeprefix(support).lstrip(":; "))
@@ -97,7 +97,7 @@ def _feature(name: str, note: str) -> Feature:
 
 
 def _keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
-    """The keys of a section and of those in it, with dots between."""
+    """The keys of a section and of its subsections, joined with dots."""
     for name, field in section.model_fields.items():
         inner = _sections(field.annotation)
         for each in inner:

@@ -1,15 +1,15 @@
-"""Task folders in Harbor's format, read into memory and checked as a whole.
+"""Task folders in Harbor's format, read into memory and validated as a whole.
 
     NAME/
       task.toml           settings                          etude.tasks.harbor.settings
-      instruction.md      what the agent is asked to do
+      instruction.md      the prompt of the agent
       environment/        Dockerfile and its build context  etude.tasks.harbor.dockerfile, .images
                           docker-compose.yaml               etude.tasks.harbor.compose
-      tests/              test.sh and what it needs: the verifier, put in place when the agent is gone
-      solution/           solve.sh and what it needs: shows that the task can be solved
+      tests/              test.sh and its files: the verifier, installed after the agent has ended
+      solution/           solve.sh and its files: shows that the task can be solved
 
-Owns what a folder must have and the noun that is made of it. Writes nothing (:mod:`etude.taskgen.harbor.export`)
-and starts nothing.
+Owns the requirements of a folder and the object made from it. Writes nothing (:mod:`etude.taskgen.harbor.export`) and
+starts nothing.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         f"{SOLUTION}/*": "in part: text, at most 16 MiB",
     }
 )
-"""Files that are read, by étude or podman, and how far."""
+"""Files that étude or podman reads → limits of the support."""
 UNSUPPORTED_FILES = (
     ("trajectory.json", "agents begin with the instruction alone"),
     ("environment/singularity-compose.yaml", "a task has one sandbox: write a Dockerfile"),
@@ -67,50 +67,50 @@ UNSUPPORTED_FILES = (
     ("tests/test.bat", "sandboxes are Linux: write tests/test.sh"),
     ("solution/solve.bat", "sandboxes are Linux: write solution/solve.sh"),
 )
-"""Files that change what a task is, in ways that étude does not have."""
+"""Files that change the meaning of a task in an unsupported way, and the fix."""
 LEFT_OUT = re.compile(r"(^|/)(\.git|\.DS_Store|__pycache__|\.pytest_cache|\.venv|node_modules)(/|$)|\.pyc$")
-"""Files that lie about where people work, and is no part of a task."""
+"""Files of development tools, which are not part of a task."""
 FILES_LIMIT, BYTES_LIMIT = 20_000, 256 << 20
-"""Most files of one task folder."""
+"""Largest number of files and of bytes of one task folder."""
 TEXT_LIMIT_BYTES = 16 << 20
-"""Most bytes of tests, solution and instruction together, which are kept in memory."""
+"""Limit of ``tests/``, and of ``solution/``: they are held in memory. Counted in characters."""
 CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
-"""Lines that mark a benchmark's files for collectors of training data; they are no part of the instruction."""
+"""Lines that mark a benchmark's files for collectors of training data; not part of the instruction."""
 RESERVED = ("/tests", "/logs", "/solution", "/proc", "/sys", "/dev", "/usr", "/etc", "/bin", "/lib", "/tmp")
-"""Folders that no working folder may be: the agent owns its working folder."""
+"""Folders that cannot be or contain the working folder, because the agent owns its working folder."""
 UNKNOWN = "/unknown"
-"""Stands for the working folder of an image that is not built yet."""
+"""Placeholder for the working folder of an image that is not built yet."""
 ID_LENGTH = 16
 """Hex digits of a task's id."""
 
 
 class Origin(Section):
-    """``[metadata.etude]``: what étude's own tasks have and Harbor has no key for."""
+    """``[metadata.etude]``: settings of étude's own tasks that have no key in Harbor."""
 
     task_id: str | None = None
     family: str = "harbor"
     template: str | None = None
     split: Split | None = Field(default=None, strict=False)
-    """Side of the hold-out that the task names, whatever its hash says."""
+    """Side of the hold-out, which overrides the hash."""
     processes: int = Field(default=PROCESSES, gt=0)
     canary: str | None = None
-    """A file of ``tests/``, all of whose tests must pass for a full reward: one of them is made to fail to see whether
-    the verifier can be believed (:mod:`etude.rewards.graders.script`).
+    """A file of ``tests/`` whose tests must all pass for a full reward. The grader makes one of them fail to check
+    that the verifier notices (:mod:`etude.rewards.graders.script`).
     """
     canary_tests: tuple[str, ...] = Field(default=(), strict=False)
-    """Tests that fail without the work, if there are others; only these are made to fail."""
+    """Tests that fail without the work, if some do not; the grader makes only these fail."""
     rewards: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=(0.0, 1.0), strict=False, min_length=2)
-    """All that a verifier with a canary pays; any other reward is none."""
+    """All valid rewards of a verifier with a canary."""
     allow: tuple[str, ...] | None = None
-    """``host:port``; in place of ``allowed_hosts``, which have no ports."""
+    """Allowed ``host:port``; replaces ``allowed_hosts``, which have no ports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarborTask:
-    """One task folder, as it was read."""
+    """The contents of one task folder."""
 
     name: str
-    """``[task].name``, or else the folder's own."""
+    """``[task].name``, or else the folder's name."""
     folder: Path
     digest: str
     """SHA-256 over the paths, contents and execute bits of its files."""
@@ -120,31 +120,31 @@ class HarborTask:
     tests: Mapping[str, str]
     """The verifier's files, relative to ``tests/``."""
     solution: Mapping[str, str]
-    """Relative to ``solution/``; empty where there is none."""
+    """Path relative to ``solution/`` → text; empty if there is no solution."""
     plain: PlainDockerfile | None
-    """Its Dockerfile, if that may need no image."""
+    """The Dockerfile, if it is simple enough that the task may need no image."""
     services: ComposeServices
 
     @property
     def template(self) -> str:
-        """The template that it is an instance of: its own name where it says nothing else."""
+        """The template of the task; by default its name."""
         return self.origin.template or self.name
 
     @property
     def context(self) -> Path:
-        """The folder that an image is built from."""
+        """The build context of the image."""
         return self.folder / ENVIRONMENT
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables of every command, beside those of an image that was built."""
+        """Variables of every command, in addition to those of a built image."""
         own = fill_variables(self.settings.environment.env, source=f"{self.folder / SETTINGS}", key="environment.env")
         return {**(self.plain.environment if self.plain else {}), **self.services.environment, **own}
 
     def workdir(self, image: Image) -> str:
-        """The working folder in a sandbox of ``image``, one without a digest for a task that needs none.
+        """The working folder in a sandbox of ``image``, which has no digest if the task needs none.
 
-        Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for one that no agent can own.
+        Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for a folder that an agent cannot own.
         """
         own = self.plain.workdir if self.plain and not image.digest else image.workdir
         path = PurePosixPath(self.settings.environment.workdir or own)
@@ -157,7 +157,7 @@ class HarborTask:
         return str(path)
 
     def environment_spec(self, image: Image) -> EnvironmentSpec:
-        """The sandbox spec, given the image that was built."""
+        """The sandbox spec for a built image."""
         limits = self.settings.environment.limits
         own = [self.settings.environment.healthcheck.check] if self.settings.environment.healthcheck else []
         return EnvironmentSpec(
@@ -177,7 +177,7 @@ class HarborTask:
         )
 
     def task(self, split: Split, *, image: Image, files: Mapping[str, str] | None = None) -> Task:
-        """The noun that the rest of étude knows; ``files`` are what the world has beside the image.
+        """The folder as a task; ``files`` are the files of its sandbox in addition to the image.
 
         Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for settings that do not fit the image.
         """
@@ -203,9 +203,9 @@ class HarborTask:
 
 
 def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
-    """Read and check one task folder; ``offline`` as in :func:`~etude.tasks.harbor.settings.parse_settings`.
+    """Read and validate one task folder; ``offline`` as in :func:`~etude.tasks.harbor.settings.parse_settings`.
 
-    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for the first thing that is broken or missing.
+    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for the first invalid or missing part.
     """
     if not folder.is_dir():
         raise TaskFolderError(f"{folder} is not a folder: name one that has a {SETTINGS}")
@@ -237,14 +237,14 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
             f"{source}: metadata.etude.canary_tests and rewards do nothing without a canary: name one"
         )
     image = Image() if task.plain else Image(digest="later", workdir=settings.environment.workdir or UNKNOWN)
-    task.task(Split.TRAIN, image=image)  # every part has been looked at once
+    task.task(Split.TRAIN, image=image)  # validates the remaining parts
     return task
 
 
 def task_folders(folder: Path) -> list[Path]:
     """The task folders in ``folder``, by name; ``folder`` itself if it is one.
 
-    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` where there is none.
+    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` if there is none.
     """
     if (folder / SETTINGS).is_file():
         return [folder]
@@ -255,9 +255,9 @@ def task_folders(folder: Path) -> list[Path]:
 
 
 def digest_files(folder: Path) -> str:
-    """SHA-256 over the paths, execute bits and contents of what is below ``folder``.
+    """SHA-256 over the paths, execute bits and contents of the files below ``folder``.
 
-    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for links that lead out, and for too much.
+    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for links to outside, and for too many files or bytes.
     """
     digest = hashlib.sha256()
     size_bytes = 0
@@ -274,7 +274,7 @@ def digest_files(folder: Path) -> str:
 
 
 def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Every file below ``folder`` that belongs to a task, by relative path, in order."""
+    """Relative path and file of every file below ``folder`` that belongs to a task, in order."""
     root = folder.resolve()
     for file in sorted(folder.rglob("*")):
         path = file.relative_to(folder).as_posix()
@@ -287,12 +287,12 @@ def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def is_program(file: Path) -> bool:
-    """Return true if its owner may execute it."""
+    """True if the owner may execute the file."""
     return bool(file.stat().st_mode & 0o100)
 
 
 def without_canary(text: str) -> str:
-    """An instruction without the marker lines at its top."""
+    """An instruction without the canary lines at its beginning."""
     lines = text.splitlines(keepends=True)
     while lines and (CANARY.match(lines[0].strip()) or not lines[0].strip()):
         lines.pop(0)
@@ -309,7 +309,7 @@ def _text(folder: Path, name: str) -> str:
 
 
 def _texts(folder: Path, part: str, program: str) -> dict[str, str]:
-    """The files of ``tests/`` or ``solution/``, as text: what is not belongs into the image."""
+    """The files of ``tests/`` or ``solution/`` as text; other data belongs into the image."""
     if not (folder / part / program).is_file():
         raise TaskFolderError(f"{folder / part / program} is missing: {part}/ begins with it")
     texts = {path: _text(folder, f"{part}/{path}") for path, _ in files_below(folder / part)}
@@ -346,7 +346,7 @@ def _name(settings: TaskSettings, folder: Path, source: str) -> str:
 
 
 def _dockerfile(folder: Path, settings: TaskSettings) -> str:
-    """The text of the Dockerfile, or of one that begins with the image that is named in its place."""
+    """The text of the Dockerfile; without one, ``FROM`` with the image that the settings name."""
     path = folder / ENVIRONMENT / "Dockerfile"
     if path.is_file():
         return _text(folder, f"{ENVIRONMENT}/Dockerfile")
@@ -362,8 +362,8 @@ def _services(folder: Path) -> ComposeServices:
 
 
 def _artefacts(task: HarborTask, workdir: str) -> tuple[str, ...]:
-    """The part of the agent's work that the verifier sees: what was declared, or the whole working folder for a
-    verifier that was written to be in the agent's own world.
+    """The part of the agent's work that the verifier sees: the declared files, or the whole working folder if the
+    verifier was written to run in the agent's sandbox.
     """
     if task.settings.verifier.environment_mode != "separate":
         return (".",)

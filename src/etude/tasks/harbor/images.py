@@ -1,12 +1,11 @@
 """From a task's ``environment/`` to the image that its sandboxes are made from.
 
     Dockerfile ───────────▶ podman ─┐
-    environment.docker_image ───────┤   those of services with images of their own likewise, into the same image
+    environment.docker_image ───────┤   images of services are added to the same image
     compose: services.*.image ──────┴─▶ ImageStore (:mod:`etude.sandboxes.images.containers`)
 
-The result is kept under a digest of all that decides it, so a folder is built once; a tag that has moved since is not
-looked up again. A Dockerfile that only puts text files into the working folder needs no image at all: they are the
-task's files.
+The image is stored under a digest of all its inputs, so a folder is built once; a tag that moves later is not looked up
+again. A Dockerfile that only copies text files into the working folder needs no image: they become the task's files.
 """
 
 import asyncio
@@ -26,25 +25,25 @@ from etude.tasks.harbor.settings import TaskFolderError
 from etude.types import Split
 
 OWN_USERS = (None, "agent", 1000, "1000")
-"""Users that the provider's own base system has for agents."""
+"""Users that agents may have in the provider's own base system."""
 VERSION = "2"
-"""Version of how images are built; part of their names."""
+"""Version of the build procedure; part of image names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builds:
-    """Outcomes of building the images of many tasks."""
+    """Results of building the images of many tasks."""
 
     images: Mapping[str, Image]
-    """Task name → its image, without a digest for one that needs none."""
+    """Task name → its image, without a digest if the task needs none."""
     refused: Mapping[str, str]
-    """Task name → why there is no image."""
+    """Task name → reason why there is no image."""
 
 
 def build_image(task: HarborTask, store: ImageStore) -> Image:
-    """The image of a task, built or fetched if need be; slow, so not for an event loop.
+    """The image of a task, built or fetched if necessary; blocks, so do not call it in an event loop.
 
-    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for an image that is not fit for the task, and the
+    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for an image that does not fit the task, and the
     errors of :func:`~etude.sandboxes.images.containers.add_image`.
     """
     image = find_image(task, store)
@@ -60,12 +59,12 @@ def build_image(task: HarborTask, store: ImageStore) -> Image:
                 image = add_services(store, image, services, name=name, timeout_s=timeout_s)
         except TimeoutError as error:
             raise TaskFolderError(f"{error}; raise environment.build_timeout_sec") from error
-    task.task(Split.TRAIN, image=image)  # its working folder is fit for an agent
+    task.task(Split.TRAIN, image=image)  # validates the working folder
     return image
 
 
 async def build_images(tasks: Sequence[HarborTask], store: ImageStore, *, parallel: int = 2) -> Builds:
-    """Build the images of many tasks, equal ones once; a task whose image fails is set aside with the reason."""
+    """Build the images of many tasks, equal ones once; a task whose build fails is set aside with the reason."""
     images: dict[str, Image] = {}
     refused: dict[str, str] = {}
     gate = asyncio.Semaphore(parallel)
@@ -83,7 +82,7 @@ async def build_images(tasks: Sequence[HarborTask], store: ImageStore, *, parall
 
 
 def find_image(task: HarborTask, store: ImageStore) -> Image | None:
-    """A task's image in a store, without a digest if it needs none; ``None`` if it has not been built."""
+    """A task's image in a store, without a digest if the task needs none; ``None`` if it is not built."""
     if plain_files(task) is not None:
         return Image()
     try:
@@ -93,7 +92,7 @@ def find_image(task: HarborTask, store: ImageStore) -> Image | None:
 
 
 def plain_files(task: HarborTask) -> Mapping[str, str] | None:
-    """The task's files, if all that its Dockerfile does is to put text into the working folder; else ``None``."""
+    """The task's files if its Dockerfile only copies text into the working folder; else ``None``."""
     files: dict[str, str] = {}
     for *sources, target in task.plain.copies if task.plain else ():
         texts = _plain_copy(task, sources, target)
@@ -105,7 +104,7 @@ def plain_files(task: HarborTask) -> Mapping[str, str] | None:
 
 
 def image_name(task: HarborTask) -> str:
-    """The name of the image that is built of a task: a digest of all that decides it."""
+    """The name of a task's image: a digest of all its inputs."""
     settings = task.settings.environment
     context = digest_tree(task.context, owned=()) if task.context.is_dir() else ""
     parts = (VERSION, context, settings.docker_image, settings.workdir, task.settings.agent.user)
@@ -113,7 +112,7 @@ def image_name(task: HarborTask) -> str:
 
 
 def _plain_copy(task: HarborTask, sources: Sequence[str], target: str) -> dict[str, str] | None:
-    """The files of one COPY, relative to the working folder; ``None`` if it does more than to put text there."""
+    """The files of one COPY, relative to the working folder; ``None`` if it does more than copy text there."""
     assert task.plain is not None, "only of a plain Dockerfile are single copies known"
     folder = PurePosixPath(task.plain.workdir)
     whole = folder / target
@@ -146,7 +145,7 @@ def _is_folder(file: Path) -> bool:
 
 
 def _plain_text(file: Path) -> str | None:
-    """A file's text, if that is all there is to it."""
+    """The text of a plain, non-executable UTF-8 file; else ``None``."""
     if file.is_symlink() or not file.is_file() or is_program(file):
         return None
     try:

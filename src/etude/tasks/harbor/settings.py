@@ -1,8 +1,8 @@
-"""``task.toml`` of a Harbor task: which keys étude holds to, which it refuses, and how a fault is told.
+"""``task.toml`` of a Harbor task: supported keys, refused keys, and error messages.
 
-Every key of the format is known here. One that étude holds to is a field; one that would change what the task means,
-and that no sandbox of étude can give, is refused by name as soon as it is used; ``[metadata]`` and ``[task]`` are
-carried as they are. Nothing is ignored silently. Reads text, not folders (:mod:`etude.tasks.harbor.folder`).
+Every key of the format is listed here. A supported key is a field. A key that would change the meaning of the task, and
+that sandboxes do not support, is refused by name if it is used. ``[metadata]`` and ``[task]`` are carried unchanged.
+Nothing is ignored silently. Reads text, not folders (:mod:`etude.tasks.harbor.folder`).
 
 The format: https://harborframework.com/docs/tasks, as in ``harbor.models.task.config`` of release 0.25.
 """
@@ -21,14 +21,14 @@ from etude.errors import UserError
 from etude.sandbox_spec import Healthcheck, SandboxLimits
 
 PROCESSES = 512
-"""Limit of one sandbox; Harbor has no key for it, and its containers have no such limit."""
+"""Process limit of one sandbox; Harbor has neither a key nor a limit for it."""
 WEB_PORTS = (443, 80)
-"""Port of a host on Harbor's allow list; its entries have no port, ours do."""
+"""Ports of each host on Harbor's allow list, whose entries have no port."""
 MIB = 1 << 20
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])", re.IGNORECASE)
-"""Older tasks write ``memory = "2G"``."""
+"""A size in older tasks: ``memory = "2G"``."""
 SIZE_UNITS: Mapping[str, float] = MappingProxyType({"K": 1 / 1024, "M": 1.0, "G": 1024.0})
-"""MiB in one of each."""
+"""Unit → its size in MiB."""
 HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*", re.IGNORECASE)
 TEMPLATE = re.compile(r"(?<!\$)\$\{(\w+)(?::-([^}]*))?\}")
 """``${NAME}`` and ``${NAME:-default}`` in the values of variables."""
@@ -49,7 +49,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "agent.allowed_hosts": "the agent may reach what the environment may reach",
     }
 )
-"""Keys that change what a task is, in ways that étude does not have, and what to do."""
+"""Keys that change the meaning of a task in an unsupported way → fix."""
 NOTES: Mapping[str, str] = MappingProxyType(
     {
         "source": "carried",
@@ -75,26 +75,24 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "solution.env": "in part: values and defaults, no variable of the machine",
     }
 )
-"""Limits of keys that are read, or what they are for, where the name alone does not say it."""
+"""Limits or purposes of supported keys that are not obvious from their names."""
 
 
 class TaskFolderError(UserError):
-    """A task folder is broken or asks for what étude does not have; the message names file, key, value and fix."""
+    """A task folder is invalid or needs an unsupported feature; the message names file, key, value and fix."""
 
 
 class ArtifactSettings(Section):
-    """``[[artifacts]]``: something the agent leaves for the verifier."""
+    """``[[artifacts]]``: a file of the agent that the verifier needs."""
 
     source: str
     """Path in the agent's sandbox."""
     destination: str | None = None
-    """Folder in which Harbor keeps a copy on the machine; the verifier sees ``source``, so this decides nothing
-    here.
-    """
+    """Folder on the machine in which Harbor keeps a copy; the verifier sees ``source``, so this has no effect here."""
     exclude: tuple[str, ...] = Field(default=(), max_length=0)
-    """Not held to: declare what is wanted instead."""
+    """Unsupported: declare the needed files instead."""
     service: Literal["main"] | None = None
-    """There is one service: the agent's sandbox."""
+    """Only the agent's own service is supported."""
 
 
 class VerifierSettings(Section):
@@ -103,10 +101,10 @@ class VerifierSettings(Section):
     timeout_sec: float = Field(default=600.0, gt=0)
     env: dict[str, str] = Field(default_factory=dict)
     user: Literal["root", 0] | None = None
-    """The verifier is root in a world of its own."""
+    """The verifier is root in a sandbox of its own."""
     environment_mode: Literal["shared", "separate"] | None = None
     """Verifiers are always separate. One that was written for ``shared`` (Harbor's default) finds the agent's whole
-    working folder in its world; what the agent changed elsewhere it does not see.
+    working folder in its sandbox, but no changes that the agent made elsewhere.
     """
 
 
@@ -127,7 +125,7 @@ class AgentSettings(Section):
 
 
 class HealthcheckSettings(Section):
-    """``[environment.healthcheck]``: a command that succeeds as soon as an agent may begin."""
+    """``[environment.healthcheck]``: a command that succeeds as soon as the agent may start."""
 
     command: str
     interval_sec: float = Field(default=5.0, gt=0)
@@ -139,7 +137,7 @@ class HealthcheckSettings(Section):
 
     @property
     def check(self) -> Healthcheck:
-        """The same for a sandbox."""
+        """The health check of a sandbox."""
         return Healthcheck(
             argv=("sh", "-c", self.command),
             interval_s=self.interval_sec,
@@ -162,13 +160,13 @@ class EnvironmentSettings(Section):
     workdir: str | None = None
     healthcheck: HealthcheckSettings | None = None
     network_mode: Literal["no-network", "public", "allowlist"] | None = None
-    """``None`` is no network: what a task needs, its image has."""
+    """``None`` means no network: the image contains what a task needs."""
     allowed_hosts: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
     def _modernise(cls, tree: Any) -> Any:
-        """Keys that were renamed: ``memory``, ``storage`` and ``allow_internet``."""
+        """Convert the old keys ``memory``, ``storage`` and ``allow_internet``."""
         if not isinstance(tree, dict):
             return tree
         tree = dict(tree)
@@ -222,7 +220,7 @@ class SolutionSettings(Section):
 
 
 class TaskSettings(Section):
-    """The whole of ``task.toml``, as far as étude holds to it."""
+    """The supported keys of ``task.toml``."""
 
     schema_version: str = Field(default="1.0", pattern=r"1\.\d+")
     source: str | None = None
@@ -240,7 +238,7 @@ class TaskSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _modernise(cls, tree: Any) -> Any:
-        """``version`` became ``schema_version``; an artefact may be written as its path alone."""
+        """Convert the old key ``version`` to ``schema_version``, and artefacts that are only a path to tables."""
         if not isinstance(tree, dict):
             return tree
         tree = dict(tree)
@@ -253,9 +251,9 @@ class TaskSettings(Section):
 
 
 def parse_settings(text: str, *, source: str, offline: bool = False) -> TaskSettings:
-    """Check the text of a ``task.toml``; ``source`` is its path, for messages.
+    """Validate the text of a ``task.toml``; ``source`` is its path, for messages.
 
-    ``offline`` reads a task that asks for the public network as one that asks for none. Raises
+    With ``offline`` a task that requires the public network is accepted and has none. Raises
     :class:`TaskFolderError` with every fault found.
     """
     try:
@@ -279,10 +277,10 @@ def parse_settings(text: str, *, source: str, offline: bool = False) -> TaskSett
 
 
 def fill_variables(variables: Mapping[str, str], *, source: str, key: str) -> dict[str, str]:
-    """``variables`` with the defaults of their templates filled in.
+    """``variables`` with each ``${NAME:-default}`` replaced by its default.
 
-    Harbor looks up ``${NAME}`` on the machine that runs it; then two machines would run two tasks, and secrets would
-    be in both. Raises :class:`TaskFolderError` for a template without a default.
+    Harbor looks up ``${NAME}`` on its machine; then the task would differ between machines, and secrets would get into
+    sandboxes. Raises :class:`TaskFolderError` for a variable without a default.
     """
     filled = {}
     for name, text in variables.items():
@@ -297,7 +295,7 @@ def fill_variables(variables: Mapping[str, str], *, source: str, key: str) -> di
 
 
 def _take_refused(tree: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Remove the keys of ``REFUSED``, and say what they were: empty ones ask for nothing."""
+    """Remove the keys of ``REFUSED`` and return them with their values; the caller accepts empty ones."""
     taken = []
     for key in REFUSED:
         *parents, leaf = key.split(".")
@@ -310,14 +308,14 @@ def _take_refused(tree: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def frozen_lists(value: Any) -> Any:
-    """Lists as tuples, all the way down: settings are frozen."""
+    """Convert lists to tuples, recursively: settings are frozen."""
     if isinstance(value, dict):
         return {key: frozen_lists(item) for key, item in value.items()}
     return tuple(map(frozen_lists, value)) if isinstance(value, list) else value
 
 
 def explain(fault: ErrorDetails, unknown: str) -> str:
-    """A line about a fault that pydantic found; ``unknown`` is said of keys that there are not."""
+    """One line for a pydantic error; ``unknown`` is the text for unknown keys."""
     key, value = ".".join(map(str, fault["loc"])) or "the file", fault["input"]
     if fault["type"] == "extra_forbidden":
         return f"{key} = {value!r}: {unknown}"

@@ -1,7 +1,7 @@
 """Migrations of columns: new ones filled from existing data, and better types of existing ones.
 
-Each function writes one kind of problem: names and rows are drawn, the request says all that the questions check, and
-what they must be answered with is computed from the unseen rows in Python.
+Each function writes one kind of problem: it draws names and rows, the request states everything that the queries check,
+and Python computes their expected answers from the unseen rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,13 +46,13 @@ class Aggregate:
     kind: str
     words: str
     sql: str
-    """Over the children of one parent."""
+    """SQL expression over the children of one parent."""
     wrong: str
-    """Wrong values that one might take for it."""
+    """SQL expression with a plausible mistake."""
     value: Callable[[Sequence[Row]], Json]
-    """The same as ``sql``, of at least one child."""
+    """The same as ``sql``, for at least one child."""
     empty: Json = None
-    """Value of a parent without children; ``None``: no value, and the column may be NULL."""
+    """Value of a parent without children; with ``None`` the column may be NULL."""
 
 
 SUMMARIES: Mapping[str, Aggregate] = MappingProxyType(
@@ -113,7 +113,7 @@ SUMMARIES: Mapping[str, Aggregate] = MappingProxyType(
 
 
 def backfill(variant: str, rng: Random) -> MigrationProblem:
-    """Migration: a new parent column that sums up its children, of which some have none."""
+    """Migration: a new parent column that aggregates child rows; some parents have none."""
     parent, child, key = rng.choice(PAIRS)
     summary = SUMMARIES[variant]
     column, words = summary.column.format(child=child), summary.words.format(child=child)
@@ -190,7 +190,7 @@ SPLITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         ),
     }
 )
-"""Variant → how names are split, and SQL for the first and for the last name."""
+"""Variant → the rule in words, SQL for the first name, and SQL for the last name."""
 
 
 def split_name(variant: str, rng: Random) -> MigrationProblem:
@@ -251,7 +251,7 @@ EVENTS = ("logins", "alarms", "deliveries", "readings", "backups", "visits")
 LABELS = ("open", "active", "done", "unknown")
 SYNONYMS: Mapping[str, str] = MappingProxyType({"new": "open", "wip": "active", "closed": "done", "fixed": "done"})
 LATEST = 1_900_000_000
-"""In 2030: no moment is later, in seconds of the epoch."""
+"""Upper bound of moments, in seconds since the epoch: in 2030."""
 
 
 def labels(variant: str, rng: Random) -> MigrationProblem:
@@ -296,8 +296,8 @@ def labels(variant: str, rng: Random) -> MigrationProblem:
 
 
 def _noisy(rng: Random, column: str, words: Sequence[str]) -> list[Row]:
-    """Rows with every word plain, in another case and with a space; with what is no label; and with a synonym that
-    means nothing in some variants.
+    """Rows with every word plain, in upper case and in title case with spaces, with invalid labels, and with a synonym
+    that is invalid in some variants.
     """
     values = [*words, *(word.upper() for word in words), *(f" {word.title()} " for word in words)]
     values += ["n/a", "?", "", "opened", rng.choice(tuple(SYNONYMS))]
@@ -344,7 +344,7 @@ MOMENTS: Mapping[str, tuple[str, str, str, str]] = MappingProxyType(
         ),
     }
 )
-"""Variant → type of the column, what is in it, SQL that reads it, and SQL that misreads it."""
+"""Variant → type of the column, its contents in words, SQL that converts it, and SQL that converts it wrongly."""
 
 
 def moments(variant: str, rng: Random) -> MigrationProblem:
@@ -387,7 +387,7 @@ def moments(variant: str, rng: Random) -> MigrationProblem:
 
 
 def _moment(variant: str, place: int, seconds: int) -> tuple[str | int, str | None]:
-    """A value as it is kept in row number ``place``, and the same as PostgreSQL writes it."""
+    """The stored value of row number ``place``, and the timestamp as PostgreSQL prints it."""
     if variant == "two formats":
         seconds -= seconds % 60
     when = datetime.fromtimestamp(seconds, UTC)
@@ -421,7 +421,7 @@ PRICES: Mapping[str, tuple[str, str, str, str]] = MappingProxyType(
         ),
     }
 )
-"""Variant → type of the column, what is in it, SQL for its cents, and SQL that is nearly right."""
+"""Variant → type of the column, its contents in words, SQL for its cents, and SQL that is nearly right."""
 
 
 def cents(variant: str, rng: Random) -> MigrationProblem:
@@ -466,14 +466,14 @@ def cents(variant: str, rng: Random) -> MigrationProblem:
 
 
 def _price(variant: str, place: int, amount: int) -> tuple[str | float, int]:
-    """An amount of cents as it is kept in row number ``place``, and what it must become."""
+    """The stored value of row number ``place``, and the cents that it must become."""
     if variant == "text":
         whole, rest = divmod(amount, 100)
         shapes = (f"${whole:,}.{rest:02d}", f"{whole}.{rest:02d}", f"${whole:,}", f"{whole:,}.{rest // 10}")
         exact = (amount, amount, whole * 100, whole * 100 + rest // 10 * 10)
         return shapes[place % 4], exact[place % 4]
     if variant == "double":
-        # a dollar or two and such cents as are a little less in binary: 1.1, 8.2, 19.99 …
+        # amounts that are not exact as binary fractions: 1.1, 8.2, 19.99 …
         return (1.1, 8.2, 19.99, 4.35, 1.15, 2.51)[place % 6] if place % 2 else amount / 100, (
             (110, 820, 1999, 435, 115, 251)[place % 6] if place % 2 else amount
         )
@@ -488,4 +488,4 @@ KINDS = (
     MigrationKind(name="moments", variants=tuple(MOMENTS), write=moments),
     MigrationKind(name="cents", variants=tuple(PRICES), write=cents),
 )
-"""Kinds of migration that are about columns and their types."""
+"""Kinds of migration of columns and their types."""

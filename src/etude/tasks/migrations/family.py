@@ -3,14 +3,14 @@
     template = kind + variant        such as "unique: latest"; whole templates are held out
     instance = template + names + rows the agent sees + rows it does not
 
-The agent finds a server that is up and a database with the rows it may look at. Its ``migration.sql`` is judged on a
-database with other rows that have the same oddities, by questions whose answers are computed here in Python
-(:mod:`etude.rewards.graders.queries`): a migration that only fits what was seen fails.
+The agent has a running server and a database with the rows that it may see. Its ``migration.sql`` is graded on a
+database with other rows that have the same irregularities, by queries whose answers are computed here in Python
+(:mod:`etude.rewards.graders.queries`): a migration that fits only the seen rows fails.
 
-About every n-th variant of a kind is held out, chosen by hash and so the same for every seed. No two variants ask for
-the same, so what is held out is never the answer of a training task, whatever the names.
+About one in n variants of a kind is held out. The choice is by hash, so it is the same for every seed. No two variants
+request the same, so a held-out answer is never the answer of a training task, whatever the names.
 
-Owns the split and the wording. Does not start databases (:mod:`etude.sandboxes.services`).
+Owns the split and the prompts. Does not start databases (:mod:`etude.sandboxes.services`).
 """
 
 import hashlib
@@ -66,7 +66,7 @@ class MigrationFamily:
         return tuple(self._choices[kind.name, split])
 
     def size(self, split: Split) -> int | None:
-        """None: new tasks are made for as long as they are asked for."""
+        """None: the supply of tasks is unlimited."""
         return None
 
     def task(self, split: Split, index: int) -> Task:
@@ -83,7 +83,7 @@ def _drawn(kind: MigrationKind, variant: str, split: Split, rng: Random) -> Task
 
 
 def migration_task(problem: MigrationProblem, template: str, split: Split) -> Task:
-    """The task that asks for a problem's migration."""
+    """A problem as a task."""
     setup = f"{problem.schema}\n{inserts(problem.seen)}\n"
     identity = orjson.dumps([problem.request, problem.reference, setup])
     return Task(
@@ -99,6 +99,6 @@ def migration_task(problem: MigrationProblem, template: str, split: Split) -> Ta
 
 
 def choose_heldout(kind: MigrationKind, one_in: int) -> frozenset[str]:
-    """The variants of a kind that are held out, in order of their hash; one of two or more always stays."""
+    """Choose the held-out variants of a kind in the order of their hashes; at least one variant stays for training."""
     ordered = sorted(kind.variants, key=lambda variant: hashlib.sha256(f"{kind.name}|{variant}".encode()).digest())
     return frozenset(ordered[: min(max(1, len(ordered) // one_in), len(ordered) - 1)])

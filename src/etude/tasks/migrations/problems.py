@@ -1,8 +1,8 @@
-"""A migration problem: tables with rows, a request, and the questions that tell right from wrong.
+"""A migration problem: tables with rows, a request, and the queries that decide whether a migration is right.
 
-Names in questions are the server's own and tables are named with their schema, since that is how they are asked
-(:mod:`etude.rewards.graders.queries`). What a question must be answered with is computed here in Python, from rows that
-the agent has not seen; no database is needed to make a task.
+Queries use the server's own names and qualify tables with their schema, as :mod:`etude.rewards.graders.queries`
+requires. Python computes the expected answers here from rows that the agent does not see; making a task needs no
+database.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ Rows: TypeAlias = Mapping[str, Sequence[Row]]
 """Table → rows."""
 
 UNIQUE, FOREIGN, NOT_NULL, CHECKED, NO_LABEL = "23505", "23503", "23502", "23514", "22P02"
-"""SQLSTATEs of what a constraint or a type refuses."""
+"""SQLSTATEs of the errors of constraints and types."""
 PAIRS = (
     ("customers", "orders", "customer_id"),
     ("accounts", "payments", "account_id"),
@@ -29,13 +29,13 @@ PAIRS = (
     ("depots", "shipments", "depot_id"),
     ("schools", "courses", "school_id"),
 )
-"""A table, another one whose rows belong to the first one's, and the column that says to which."""
+"""A parent table, a child table, and the child's column with the parent id."""
 PEOPLE = ("users", "members", "contacts", "employees", "patients", "authors")
 THINGS = ("products", "parts", "books", "films", "rooms", "tools")
 GIVEN_NAMES = ("Ada", "Alan", "Grace", "Edsger", "Barbara", "Donald", "Frances", "John", "Niklaus", "Radia", "Zoë")
 FAMILY_NAMES = ("Lovelace", "Turing", "Hopper", "Dijkstra", "Liskov", "Knuth", "Allen", "O'Brien", "Wirth", "Müller")
 NEW_ID = 9001
-"""The id of a row that a question brings along; those of a table are lower."""
+"""The id of a row that a query inserts; the ids of existing rows are lower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +43,18 @@ class MigrationProblem:
     """One migration problem: its tables, request and queries."""
 
     request: str
-    """Request to the agent: all that the questions check, and nothing about how."""
+    """Request to the agent: everything that the queries check, without instructions how to do it."""
     schema: str
-    """The tables as they are, without their schema's name."""
+    """SQL that creates the tables before the migration, without schema names."""
     seen: Rows
     """Rows of the agent's database."""
     unseen: Rows
-    """Rows of the graded database: other rows with the same oddities."""
+    """Rows of the graded database: other rows with the same irregularities."""
     queries: tuple[Query, ...]
     reference: str
     """A right migration."""
     mistakes: tuple[str, ...]
-    """Wrong ones that are easily written."""
+    """Plausible wrong migrations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +63,9 @@ class MigrationKind:
 
     name: str
     variants: tuple[str, ...]
-    """No two of them ask for the same."""
+    """No two variants request the same."""
     write: Callable[[str, Random], MigrationProblem]
-    """Makes an instance of a variant: names, rows, questions."""
+    """Makes an instance of a variant: names, rows, queries."""
 
 
 def literal(value: Json) -> str:
@@ -76,7 +76,7 @@ def literal(value: Json) -> str:
 
 
 def inserts(rows: Rows) -> str:
-    """SQL that fills empty tables in their order; all rows of a table have the same columns."""
+    """SQL that fills empty tables in order; all rows of a table have the same columns."""
     statements = []
     for table, lines in rows.items():
         if lines:
@@ -86,7 +86,7 @@ def inserts(rows: Rows) -> str:
 
 
 def exchange(rows: Rows) -> str:
-    """SQL that replaces the rows of the tables by others."""
+    """SQL that replaces the rows of tables by others."""
     return f"TRUNCATE {', '.join(rows)};\n{inserts(rows)}"
 
 
@@ -120,9 +120,9 @@ def typed(table: str, *columns: tuple[str, str, bool]) -> Query:
 
 
 def constrained(table: str, kind: str, column: str) -> Query:
-    """A table has one validated constraint of a kind (``u`` unique, ``f`` foreign key) over just this column.
+    """Query that expects one validated constraint of a kind (``u`` unique, ``f`` foreign key) over just this column.
 
-    What raises the right error need not be a constraint: the default of another column could, too.
+    The right error alone does not prove a constraint: the default of another column could raise it, too.
     """
     return asks(
         "SELECT a.attname::text, convalidated, NOT condeferrable FROM pg_constraint c "
@@ -144,7 +144,7 @@ def lacks(table: str, column: str) -> Query:
 def ordinary_tables(*tables: str) -> Query:
     """Query that expects ordinary tables: stored rows, and no trigger, rule or policy.
 
-    A view, or a trigger that raises the right error, could look like a migrated table to all the other questions.
+    A view, or a trigger that raises the right error, could pass all other queries.
     """
     names = ", ".join(literal(name) for name in tables)
     return Query(

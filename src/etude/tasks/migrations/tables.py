@@ -1,9 +1,9 @@
-"""Migrations of keys and of whole tables: duplicates, orphans and free text that a database shall refuse; another name,
-two tables out of one, one out of two.
+"""Migrations of keys and of whole tables: constraints against duplicates, orphans and free text; renamed, split and
+merged tables.
 
-Each function writes one kind of problem: names and rows are drawn, the request says all that the questions check, and
-what they must be answered with is computed from the unseen rows in Python. Rows that break the new rule are there
-already and have to be repaired first; what belongs to them must not be lost.
+Each function writes one kind of problem: it draws names and rows, the request states everything that the queries check,
+and Python computes their expected answers from the unseen rows. Existing rows violate the new constraint and must be
+repaired first, without losing the rows that belong to them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ from etude.types import Json
 
 MAILBOXES = ("ada", "alan", "grace", "edsger", "barbara", "donald", "frances", "john", "niklaus", "radia")
 TOPIC_NAMES = (("genre", "genres"), ("category", "categories"), ("topic", "topics"), ("subject", "subjects"))
-"""A column, and the table that it becomes."""
+"""A column, and the table that replaces it."""
 TOPICS = ("history", "travel", "science fiction", "poetry", "cooking", "art")
 
 SURVIVORS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
@@ -53,11 +53,11 @@ SURVIVORS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         ),
     }
 )
-"""Variant → which of several stays, SQL of what makes them the same, and SQL that puts it first."""
+"""Variant → which duplicate stays in words, SQL for the key of duplicates, and SQL that sorts the survivor first."""
 
 
 def unique(variant: str, rng: Random) -> MigrationProblem:
-    """Migration: a unique constraint on a column with duplicates, whose rows are referred to by others."""
+    """Migration: a unique constraint on a column with duplicates; other rows refer to them."""
     people, notes = rng.choice(PEOPLE), rng.choice(("notes", "devices", "addresses", "messages"))
     words, same, first = SURVIVORS[variant]
 
@@ -111,7 +111,7 @@ def unique(variant: str, rng: Random) -> MigrationProblem:
 
 
 def _survivors(variant: str, owners: Sequence[Row]) -> tuple[dict[Json, Json], list[Row]]:
-    """The map from each removed row to the one that takes its place, and the rows that are left."""
+    """The map from each row's id to the id of its survivor, and the surviving rows."""
     selected: dict[str, Row] = {}
     for row in owners:
         email = str(row["email"]).strip().lower()
@@ -132,11 +132,11 @@ ORPHANS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         ),
     }
 )
-"""Variant → what orphans become, the action on deletion, and that in words."""
+"""Variant → the repair of orphans in words, the action on deletion, and that action in words."""
 
 
 def foreign_key(variant: str, rng: Random) -> MigrationProblem:
-    """Migration: a foreign key on a column with references to deleted rows, and with nulls."""
+    """Migration: a foreign key on a column with references to deleted rows and with NULLs."""
     parent, child, key = rng.choice(PAIRS)
     words, action, deletion = (text.format(parent=parent, child=child) for text in ORPHANS[variant])
 
@@ -209,11 +209,11 @@ LOOKUPS: Mapping[str, tuple[str, str, bool]] = MappingProxyType(
         "required": ("Rows without any get other.", "coalesce({0}, 'other')", True),
     }
 )
-"""Variant → what is said of odd rows, SQL for the name of a row's entry, and whether every row has one."""
+"""Variant → the rule for irregular rows in words, SQL for the name of a row's entry, and true if every row has one."""
 
 
 def lookup(variant: str, rng: Random) -> MigrationProblem:
-    """Migration: a column of repeated text becomes a lookup table, referred to by a key."""
+    """Migration: a column of repeated text becomes a lookup table and a foreign key."""
     table = rng.choice(THINGS)
     column, entries = rng.choice(TOPIC_NAMES)
     words, name, required = LOOKUPS[variant]
@@ -276,7 +276,7 @@ def lookup(variant: str, rng: Random) -> MigrationProblem:
 
 
 RENAMES = (("clients", "customers"), ("goods", "products"), ("posts", "articles"), ("staff", "employees"))
-"""A table's old name, and its new one."""
+"""A table's old name and its new one."""
 TAGS = ("red", "green", "blue", "old", "new", "heavy", "fragile", "spare")
 INVENTORY_TABLES = ("jobs", "leases", "contracts", "invoices", "accounts")
 
@@ -341,7 +341,7 @@ LISTS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "document": ("jsonb", "as a JSON array", "jsonb_array_elements_text({0})"),
     }
 )
-"""Variant → type of the column, how the list is written, and SQL that takes it apart."""
+"""Variant → type of the column, the notation of the list in words, and SQL that splits it."""
 
 
 def join_table(variant: str, rng: Random) -> MigrationProblem:
@@ -413,7 +413,7 @@ MERGES: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
     }
 )
-"""Variant → which of two rows with one id stays, and what is done when both are put together."""
+"""Variant → which of two rows with one id stays in words, and the conflict clause of the merge."""
 
 
 def merge(variant: str, rng: Random) -> MigrationProblem:
@@ -490,4 +490,4 @@ KINDS = (
     MigrationKind(name="join table", variants=tuple(LISTS), write=join_table),
     MigrationKind(name="merge", variants=tuple(MERGES), write=merge),
 )
-"""Kinds of migration that are about keys and tables."""
+"""Kinds of migration of keys and tables."""

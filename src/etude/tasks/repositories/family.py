@@ -1,11 +1,10 @@
 """Repository tasks for a small model: one wrong line in a named function, with a one-line prompt.
 
-    fix clamp in src/humanize/number.py 523        its code begins at line 523, behind the docstring
+    fix clamp in src/humanize/number.py 523        its code begins at line 523, after the docstring
 
-Also what such a model learns the craft from (:class:`RepairDemonstrations`): right functions, and sessions of an agent
-that repairs fresh bugs in them, often badly. Whole functions are held out with all that was made of them: their code is
-in no document, neither asked about nor seen around another one. Owns the wording; the tasks themselves and their
-grading are what they were.
+Also the demonstrations for such a model (:class:`RepairDemonstrations`): right functions, and sessions of an agent that
+repairs new bugs in them, often badly. Whole functions are held out with all their tasks: no document contains their
+code, neither as its subject nor around another function. Owns the prompts; the tasks and their grading stay unchanged.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +25,9 @@ from etude.tasks.repositories.spans import Function, SourceText, apply, last_lin
 from etude.types import Split, Task
 
 MIN_MISTAKES = 2
-"""Wrong lines that a place must offer, so that an imperfect agent can be wrong there."""
+"""Minimum number of wrong versions of a line: one is the bug, another the imperfect agent's wrong edit."""
 PLACES_PER_FUNCTION = 64
-"""Mutants of one function that are looked at."""
+"""Maximum number of mutants of one function that are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +37,19 @@ class Repair:
     path: str
     function: str
     first: int
-    """Line at which the function's code begins, behind its docstring."""
+    """Line at which the function's code begins, after its docstring."""
     line: int
     lines: tuple[str, ...]
-    """The whole file as it should be."""
+    """The whole right file."""
     mistakes: tuple[str, ...]
 
     @property
     def right(self) -> str:
-        """The line as it should be."""
+        """The right line."""
         return self.lines[self.line - 1]
 
     def shown(self, line: str) -> str:
-        """The output of ``read PATH FIRST`` with ``line`` in that place."""
+        """The output of ``read PATH FIRST`` if the file had ``line`` at this position."""
         lines = (*self.lines[: self.line - 1], line, *self.lines[self.line :])
         return tools.number_lines("\n".join(lines), self.first)
 
@@ -58,7 +57,7 @@ class Repair:
 def open_repositories(options: RepositoryOptions, context: FamilyContext) -> TaskFamily:
     """The family of a recipe.
 
-    Raises :class:`~etude.errors.ConfigError` for tasks without probes, unless the recipe wants them.
+    Raises :class:`~etude.errors.ConfigError` for tasks without probes, unless the recipe allows them.
     """
     repository = RepositoryTasks(context.folder)
     if (unprobed := repository.unprobed) and not options.unprobed:
@@ -74,7 +73,7 @@ class BriefTasks:
     """One-line repository tasks with a short prompt; implements :class:`~etude.protocols.TaskFamily`."""
 
     def __init__(self, family: RepositoryTasks, images: ImageStore) -> None:
-        """Raises :class:`~etude.errors.ConfigError` where a side of the hold-out has no such task."""
+        """Raises :class:`~etude.errors.ConfigError` if a side of the hold-out has no such task."""
         self._tasks = {split: [*_brief(family, images, split)] for split in Split}
         self._tasks[Split.HELDOUT] = in_turns(self._tasks[Split.HELDOUT], lambda task: task.template)
         self.family = family
@@ -99,9 +98,7 @@ class BriefTasks:
 
 
 class RepairDemonstrations:
-    """Demonstrations for a small model before it meets the tasks; a
-    :class:`~etude.tasks.corpora.corpus.Demonstrations`.
-    """
+    """Mid-training documents for a small model; implements :class:`~etude.tasks.corpora.corpus.Demonstrations`."""
 
     def __init__(self, tasks: BriefTasks, options: RepositoryOptions, split: Split = Split.TRAIN) -> None:
         self._tasks = tasks
@@ -109,12 +106,12 @@ class RepairDemonstrations:
         self._split = split
 
     def code(self, rng: Random) -> str:
-        """A right function as the agent reads it."""
+        """A right function as the agent sees it."""
         repair = rng.choice(self._repairs)
         return repair.shown(repair.right)
 
     def session(self, rng: Random) -> list[Message]:
-        """A session on a fresh bug: it may read first, edits the line, and hands in whatever it has."""
+        """A session on a new bug: the agent may read the function first, edits the line, and submits."""
         repair = rng.choice(self._repairs)
         bug = rng.choice(repair.mistakes)
         messages = [Message("user", ask(repair.function, repair.path, repair.first))]
@@ -130,7 +127,7 @@ class RepairDemonstrations:
 
     @cached_property
     def _repairs(self) -> Sequence[Repair]:
-        """Every line of a function on this side of the hold-out that can be got wrong in several ways."""
+        """Every function line on this side of the hold-out that has several plausible wrong versions."""
         sources: dict[str, tuple[SourceText, set[str]]] = {}
         family = self._tasks.family
         heldout = {task.template for task in family.tasks(Split.HELDOUT)}
@@ -165,7 +162,7 @@ def _brief(family: RepositoryTasks, images: ImageStore, split: Split) -> Iterato
 
 
 def _repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
-    """Repairs in functions that may be learnt from: not held out, and no view of them shows one that is."""
+    """Repairs in functions for training: not held out, and not shown together with a held-out function."""
     functions = list(source.functions())
     hidden = [
         line for other in functions if other.top in heldout for line in range(other.line, last_line(other.node) + 1)
@@ -176,7 +173,7 @@ def _repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
 
 
 def _heldout_repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
-    """Repairs in functions that are held out."""
+    """Repairs in held-out functions."""
     for function in source.functions():
         if function.top in heldout:
             yield from _repairs_of(source, function)
@@ -196,12 +193,12 @@ def _repairs_of(source: SourceText, function: Function) -> Iterator[Repair]:
 
 
 def _view(function: Function) -> range:
-    """The lines that are shown when a function is read."""
+    """The lines that reading a function shows."""
     return range(_first(function), _first(function) + tools.WINDOW_LINES)
 
 
 def _mistakes(source: SourceText, function: Function) -> Mapping[int, list[str]]:
-    """Line of the function → how bugs of one line would have it."""
+    """Line number in the function → wrong versions of that line."""
     mistakes: dict[int, list[str]] = {}
     for mutant, _ in zip(mutants(source, function), range(PLACES_PER_FUNCTION), strict=False):
         wrong = apply(source.text, [mutant.edit])
@@ -212,14 +209,14 @@ def _mistakes(source: SourceText, function: Function) -> Mapping[int, list[str]]
 
 
 def _only_difference(one: str, other: str) -> int | None:
-    """The number of the one line in which two texts of equal length differ."""
+    """The number of the only line in which two texts differ; ``None`` if there is not exactly one."""
     ours, theirs = one.split("\n"), other.split("\n")
     different = [number for number, pair in enumerate(zip(ours, theirs, strict=False), start=1) if pair[0] != pair[1]]
     return different[0] if len(ours) == len(theirs) and len(different) == 1 else None
 
 
 def _function_at(source: SourceText, line: int) -> Function | None:
-    """The function whose code a line is part of, as long as one view shows where that begins and the line."""
+    """The function whose code contains a line, if one view shows both the beginning of the code and the line."""
     for function in source.functions():
         if _first(function) <= line <= last_line(function.node) and line < _first(function) + tools.WINDOW_LINES:
             return function
@@ -232,7 +229,7 @@ def _first(function: Function) -> int:
 
 
 def _text(images: ImageStore, image: str, path: str) -> str:
-    """A file as an image has it: that of its topmost layer."""
+    """The text of a file in the topmost layer of an image that contains it."""
     for layer in reversed(images.open(image).layers):
         file = layer / path.lstrip("/")
         if file.is_file():

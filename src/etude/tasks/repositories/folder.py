@@ -4,13 +4,13 @@
       images/               an etude.sandboxes.images.store.ImageStore
       NAME-VERSION/         one package
         tasks/ID.json       a task
-        answers/ID.json     the files as they were: path → text; never part of any image
-        log.jsonl           a line per candidate: what became of it, appended as it is known
-        survey.json         what its tests are and reach
-        report.json         the build in numbers
+        answers/ID.json     the original files: path → text; never part of any image
+        log.jsonl           one line per candidate with its outcome, appended when it is decided
+        survey.json         the package's tests and the code that they cover
+        report.json         statistics of the build
 
-A build that was interrupted finds in the log what it has done. Owns the files' names and the log; a task's form is
-:mod:`etude.ledger.records`'s.
+An interrupted build resumes from the log. Owns the files' names and the log; :mod:`etude.ledger.records` owns the
+format of a task.
 """
 
 import hashlib
@@ -41,33 +41,33 @@ class CandidateVerdict:
     path: str
     target: str
     outcome: str
-    """``kept``, or why not: a :class:`~etude.taskgen.verdicts.Rejection`."""
+    """``kept``, or the reason of a rejection: a :class:`~etude.taskgen.verdicts.Rejection`."""
     seconds: float
     detail: str = ""
-    """The place of a leak, what a sandbox said; for people."""
+    """Details for people, such as the place of a leak or the message of a sandbox."""
     task_id: str = ""
     tests: tuple[str, ...] = ()
-    """Tests that fail with it; so that no second task about the same function has the same."""
+    """Tests that the candidate makes fail; a second task about the same function must have other ones."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Facts of an accepted one: ``about``, ``others``, ``visible``, ``probe_cases``."""
+    """Statistics of an accepted candidate: ``about``, ``others``, ``visible``, ``probe_cases``."""
 
 
 class PackageFolder:
-    """Folder of everything that builds made of one package."""
+    """Folder with all results of builds for one package."""
 
     def __init__(self, path: Path) -> None:
-        """``path`` is made when it is missing."""
+        """``path`` is created if it is missing."""
         self.path = path
         for name in ("tasks", "answers"):
             (path / name).mkdir(parents=True, exist_ok=True)
 
     @property
     def log(self) -> Path:
-        """A line of JSON per candidate."""
+        """The log file: one JSON line per candidate."""
         return self.path / "log.jsonl"
 
     def verdicts(self) -> list[CandidateVerdict]:
-        """The recorded outcomes of candidates, in order; a line that was cut short by a crash is left out."""
+        """The recorded outcomes of candidates, in order; skips a line that a crash truncated."""
         verdicts: list[CandidateVerdict] = []
         lines = self.log.read_bytes().split(b"\n") if self.log.exists() else []
         for line in lines:
@@ -79,24 +79,24 @@ class PackageFolder:
         return verdicts
 
     def record(self, verdict: CandidateVerdict) -> None:
-        """Append what became of a candidate; it is on disk when this returns."""
+        """Append the outcome of a candidate; it is on disk when this returns."""
         data = json.dumps(asdict(verdict)).encode()
         with self.log.open("ab") as file:
-            file.write(b"\n" + data + b"\n")  # an end before it, too: the last line may have been cut short
+            file.write(b"\n" + data + b"\n")  # a line end before it, too: a crash may have truncated the last line
             file.flush()
             os.fsync(file.fileno())
 
     def add(self, task: Task, answer: Mapping[str, str]) -> None:
-        """Write a task, and beside it the files (path → text) that solve it."""
+        """Write a task and the files (path → text) that solve it."""
         self.write(f"answers/{task.task_id}.json", json.dumps(dict(answer)).encode())
         self.write(f"tasks/{task.task_id}.json", encode_task(task))
 
     def write(self, name: str, data: bytes) -> None:
-        """Make or replace a file, whole or not at all."""
+        """Create or replace a file atomically."""
         write_whole(self.path / name, data)
 
     def read(self, name: str) -> bytes | None:
-        """A file of the folder, if it is there."""
+        """A file of the folder; ``None`` if it does not exist."""
         file = self.path / name
         return file.read_bytes() if file.exists() else None
 
@@ -104,13 +104,13 @@ class PackageFolder:
 class RepositoryTasks:
     """The tasks of a folder as a family; implements :class:`~etude.protocols.TaskFamily`.
 
-    They come in a fixed order, mixed over packages; held-out templates take turns. A name at the top
-    of a module is on one side of the hold-out with all that was made of it, so that no function is in both.
+    Their order is fixed and mixed over packages; held-out tasks are in round-robin order over templates. A top-level
+    name of a module is on one side of the hold-out with all its tasks, so that no function is on both.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises :class:`~etude.errors.ConfigError` where there is no task,
-        :class:`~etude.errors.DamagedError` for a file that holds none.
+        """Raises :class:`~etude.errors.ConfigError` if there is no task,
+        :class:`~etude.errors.DamagedError` for a file without a valid task.
         """
         self.folder = folder
         files = sorted(folder.glob("*/tasks/*.json"))
@@ -120,7 +120,7 @@ class RepositoryTasks:
 
     @property
     def images(self) -> Path:
-        """The folder of the image store that the tasks' images are in."""
+        """The folder of the store of the tasks' images."""
         return self.folder / "images"
 
     @cached_property
@@ -132,11 +132,11 @@ class RepositoryTasks:
 
     @property
     def unprobed(self) -> Sequence[str]:
-        """The ids of tasks without a probe, of both sides."""
+        """The ids of tasks without a probe, on both sides."""
         return [task.task_id for task in self._tasks if isinstance(task.checks, TestChecks) and not task.checks.probes]
 
     def answer(self, task: Task) -> Mapping[str, str]:
-        """The files that solve a task: path → text. Raises :class:`~etude.errors.DamagedError` when they are gone."""
+        """The files that solve a task: path → text. Raises :class:`~etude.errors.DamagedError` if they are missing."""
         answers = sorted(self.folder.glob(f"*/answers/{task.task_id}.json"))
         try:
             answer: dict[str, str] = json.loads(answers[0].read_bytes())
@@ -158,9 +158,10 @@ class RepositoryTasks:
 
 
 def _read_task(file: Path) -> Task:
-    """A task, which may be somebody else's work: no build grants one a place of the network.
+    """Read a task, which may come from another person: no build grants network access.
 
-    Raises :class:`~etude.errors.ConfigError` for one that asks for any, :class:`~etude.errors.DamagedError` for none.
+    Raises :class:`~etude.errors.ConfigError` for a task with network access, :class:`~etude.errors.DamagedError` for an
+    invalid file.
     """
     task = decode_task(file.read_bytes())
     if task.environment is not None and task.environment.allow:
@@ -172,6 +173,6 @@ def _read_task(file: Path) -> Task:
 
 
 def split_of(template: str) -> Split:
-    """The side of the hold-out that a template is on, by its hash."""
+    """The side of the hold-out of a template, by its hash."""
     number = int.from_bytes(hashlib.sha256(template.encode()).digest()[:8], "big")
     return Split.HELDOUT if number % HELDOUT_ONE_IN == 0 else Split.TRAIN

@@ -1,11 +1,11 @@
-"""The catalogue of planted bugs: small slips of the kind that people make, one at a time.
+"""The catalogue of planted bugs: small mistakes like those of people, one at a time.
 
     function ──operators──▶ edits ──compile, compare──▶ mutants
 
-An operator yields one edit for each place in a function where its bug could be. Owns the catalogue and what counts as a
-mutant: it compiles, and its syntax tree differs from the right one. That the two behave differently only tests can say.
-Operators are those of mutation testing (DeMillo, Lipton, Sayward 1978) beside ones taken from bugs in Python projects
-(Widyasari et al., BugsInPy, 2020).
+An operator yields one edit for each place in a function where its bug could be. Owns the catalogue and the definition
+of a mutant: it compiles, and its syntax tree differs from the right one. Only tests can show that the two behave
+differently. Operators are those of mutation testing (DeMillo, Lipton, Sayward 1978), and others from bugs in Python
+projects (Widyasari et al., BugsInPy, 2020).
 """
 
 import ast
@@ -26,13 +26,13 @@ OPPOSITES = MappingProxyType(
     {ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 )
 SWAPPABLE = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.LShift, ast.RShift)
-"""Operators whose operands have an order, whatever they are."""
+"""Operators that are never commutative."""
 OTHER_SIGNS: Mapping[type[ast.operator], tuple[str, str]] = MappingProxyType(
     {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.Div: ("/", "//"), ast.FloorDiv: ("//", "/")}
     | {ast.Mod: ("%", "//"), ast.BitAnd: ("&", "|"), ast.BitOr: ("|", "&"), ast.LShift: ("<<", ">>")}
     | {ast.RShift: (">>", "<<")}
 )
-"""Operator → its sign, and one that could be taken for it."""
+"""Operator → its sign, and a sign that is easily confused with it."""
 _ALIKE = (
     *(("append", "extend"), ("lower", "upper"), ("lstrip", "rstrip"), ("startswith", "endswith"), ("find", "rfind")),
     *(("split", "rsplit"), ("partition", "rpartition"), ("keys", "values"), ("min", "max"), ("any", "all")),
@@ -44,12 +44,12 @@ TWINS: Mapping[str, str] = MappingProxyType(
     | dict(_ALIKE)
     | {second: first for first, second in _ALIKE}
 )
-"""Functions and methods that one may take for one another."""
+"""Functions and methods that are easily confused."""
 COPIES = frozenset({"list", "dict", "set", "tuple", "copy", "deepcopy", "bytearray"})
 CLEANERS = frozenset({"strip", "lstrip", "rstrip", "lower", "upper", "casefold", "sorted", "reversed", "abs", "str"})
-"""Calls that tidy a value, and are easily forgotten."""
+"""Calls that normalise a value and are easily forgotten."""
 BLOCKS = ("body", "orelse", "finalbody")
-"""Fields of a node that hold statements."""
+"""Fields of a node that contain statements."""
 OTHER_ERRORS: Mapping[str, str] = MappingProxyType(
     {"TypeError": "ValueError", "IndexError": "KeyError", "StopIteration": "IndexError", "ValueError": "TypeError"}
     | dict.fromkeys(("AttributeError", "UnicodeDecodeError", "ImportError"), "KeyError")
@@ -59,21 +59,21 @@ OTHER_ERRORS: Mapping[str, str] = MappingProxyType(
     | {"KeyError": "IndexError"}
 )
 SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Delete)
-"""Statements that may trade places."""
+"""Statements that may be reordered."""
 
 
 def boundary(source: SourceText, function: Function) -> Iterator[Edit]:
-    """``<`` for ``<=``, ``>`` for ``>=``, and the other way round."""
+    """``<`` for ``<=``, ``>`` for ``>=``, and vice versa."""
     yield from _comparisons(source, function, NEIGHBOURS)
 
 
 def inverted_comparison(source: SourceText, function: Function) -> Iterator[Edit]:
-    """``==`` for ``!=``, ``is`` for ``is not``, ``in`` for ``not in``, and the other way round."""
+    """``==`` for ``!=``, ``is`` for ``is not``, ``in`` for ``not in``, and vice versa."""
     yield from _comparisons(source, function, OPPOSITES)
 
 
 def inverted_condition(source: SourceText, function: Function) -> Iterator[Edit]:
-    """A condition with a ``not`` too many, or too few."""
+    """A condition with an extra ``not``, or a missing one."""
     for node in _nodes(function, ast.AST):
         if not isinstance(node, ast.If | ast.While | ast.IfExp):
             continue
@@ -105,15 +105,15 @@ def wrong_sign(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def and_for_or(source: SourceText, function: Function) -> Iterator[Edit]:
-    """``and`` for ``or``, and the other way round."""
+    """``and`` for ``or``, and vice versa."""
     for node in _nodes(function, ast.BoolOp):
         old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-        if len(node.values) == 2:  # of more, one alone would change what belongs together
+        if len(node.values) == 2:  # with more operands, one changed sign would regroup them
             yield from _between(source, node.values[0], node.values[1], old, new)
 
 
 def off_by_one(source: SourceText, function: Function) -> Iterator[Edit]:
-    """One more or less in an index, the bound of a slice or of a range."""
+    """One more or less in an index, or in a bound of a slice or range."""
     for node in _nodes(function, ast.AST):
         places: list[ast.expr | None] = []
         if isinstance(node, ast.Subscript):
@@ -127,7 +127,7 @@ def off_by_one(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def mutated_constant(source: SourceText, function: Function) -> Iterator[Edit]:
-    """Another number, another truth value."""
+    """Another number or truth value."""
     for node in _nodes(function, ast.Constant):
         if isinstance(node.value, bool):
             yield source.replace(node, str(not node.value))
@@ -140,7 +140,7 @@ def mutated_constant(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def wrong_text(source: SourceText, function: Function) -> Iterator[Edit]:
-    """A piece of text that lost its last character, or is empty."""
+    """A string constant without its last character."""
     fragments = {id(part) for node in _nodes(function, ast.JoinedStr) for part in ast.walk(node)}
     for node in _nodes(function, ast.Constant):
         if isinstance(node.value, str) and node.value and id(node) not in fragments:
@@ -148,7 +148,7 @@ def wrong_text(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def wrong_key(source: SourceText, function: Function) -> Iterator[Edit]:
-    """One key of a mapping in place of another that the function uses."""
+    """One key of a mapping instead of another that the function uses."""
     keys = [node for node in _nodes(function, ast.AST) for node in _keys(node)]
     texts = sorted({key.value for key in keys if isinstance(key.value, str)})
     for key in keys:
@@ -158,7 +158,7 @@ def wrong_key(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def wrong_default(source: SourceText, function: Function) -> Iterator[Edit]:
-    """A parameter whose default is another."""
+    """Another default of a parameter."""
     arguments = function.node.args
     for default in (*arguments.defaults, *arguments.kw_defaults):
         if not isinstance(default, ast.Constant):
@@ -175,7 +175,7 @@ def wrong_default(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def lost_copy(source: SourceText, function: Function) -> Iterator[Edit]:
-    """The thing itself where a copy of it was wanted."""
+    """The object itself instead of a copy."""
     for node in _nodes(function, ast.AST):
         if isinstance(node, ast.Call) and not node.keywords:
             if len(node.args) == 1 and _called(node) in COPIES and not isinstance(node.args[0], ast.GeneratorExp):
@@ -187,7 +187,7 @@ def lost_copy(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def lost_cleaning(source: SourceText, function: Function) -> Iterator[Edit]:
-    """A value that was not stripped, folded, sorted or turned round."""
+    """A value that is not stripped, case-folded, sorted or reversed."""
     for node in _nodes(function, ast.Call):
         if _called(node) not in CLEANERS:
             continue
@@ -198,7 +198,7 @@ def lost_cleaning(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def swapped_arguments(source: SourceText, function: Function) -> Iterator[Edit]:
-    """Two neighbouring arguments of a call in each other's place."""
+    """Two neighbouring arguments of a call, swapped."""
     for node in _nodes(function, ast.Call):
         for first, second in pairwise(node.args):
             is_starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
@@ -207,7 +207,7 @@ def swapped_arguments(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def lost_keyword(source: SourceText, function: Function) -> Iterator[Edit]:
-    """A call without one of its keyword arguments."""
+    """A call without its last keyword argument."""
     for node in _nodes(function, ast.Call):
         if node.keywords:
             before = [*node.args, *(keyword.value for keyword in node.keywords[:-1])]
@@ -225,7 +225,7 @@ def wrong_twin(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def wrong_name(source: SourceText, function: Function) -> Iterator[Edit]:
-    """One parameter in place of another."""
+    """One parameter instead of another."""
     arguments = function.node.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     names = [name for name in names if name not in ("self", "cls")]
@@ -241,7 +241,7 @@ def missing_await(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def swapped_branches(source: SourceText, function: Function) -> Iterator[Edit]:
-    """The two values of a conditional expression in each other's place."""
+    """The two values of a conditional expression, swapped."""
     for node in _nodes(function, ast.IfExp):
         first, second = source.segment(node.body), source.segment(node.orelse)
         if first != second:
@@ -250,7 +250,7 @@ def swapped_branches(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def dropped_branch(source: SourceText, function: Function) -> Iterator[Edit]:
-    """An ``if`` that is gone with all its branches, or one that lost its last branch."""
+    """An ``if`` without ``else`` that is missing, or one whose ``else`` is missing."""
     for block in _blocks(function):
         for node in block:
             if not isinstance(node, ast.If) or not _alone(source, node):
@@ -262,7 +262,7 @@ def dropped_branch(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def dropped_statement(source: SourceText, function: Function) -> Iterator[Edit]:
-    """A call for its effect, or an update of a variable, that is missing."""
+    """A missing call that is used for its effect, or a missing update of a variable."""
     for block in _blocks(function):
         for node in block:
             is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await)
@@ -271,7 +271,7 @@ def dropped_statement(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def reordered_statements(source: SourceText, function: Function) -> Iterator[Edit]:
-    """Two neighbours of which the second needs what the first does, in the wrong order."""
+    """Two neighbouring statements that depend on each other, in the wrong order."""
     for block in _blocks(function):
         for first, second in pairwise(block):
             if isinstance(first, SIMPLE) and isinstance(second, SIMPLE) and _depends(second, first):
@@ -279,7 +279,7 @@ def reordered_statements(source: SourceText, function: Function) -> Iterator[Edi
 
 
 def missing_return(source: SourceText, function: Function) -> Iterator[Edit]:
-    """A value that is worked out and not given back."""
+    """A value that is computed but not returned."""
     for node in _nodes(function, ast.Return):
         if node.value is not None:
             start, _ = source.span(node)
@@ -289,7 +289,7 @@ def missing_return(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def wrong_exception(source: SourceText, function: Function) -> Iterator[Edit]:
-    """Another exception raised, or another one caught."""
+    """Another exception type, raised or caught."""
     for node in _nodes(function, ast.stmt):
         names: list[ast.expr | None] = []
         if isinstance(node, ast.Raise):
@@ -303,14 +303,14 @@ def wrong_exception(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def break_for_continue(source: SourceText, function: Function) -> Iterator[Edit]:
-    """``break`` for ``continue``, and the other way round."""
+    """``break`` for ``continue``, and vice versa."""
     for node in _nodes(function, ast.stmt):
         if isinstance(node, ast.Break | ast.Continue):
             yield source.replace(node, "continue" if isinstance(node, ast.Break) else "break")
 
 
 def lost_accumulation(source: SourceText, function: Function) -> Iterator[Edit]:
-    """``=`` where ``+=`` was meant: only the last one counts."""
+    """``=`` instead of ``+=``: only the last value counts."""
     for node in _nodes(function, ast.AugAssign):
         target, value = source.span(node.target), source.span(node.value)
         if "(" not in source.text[target[1] : value[0]]:
@@ -318,7 +318,7 @@ def lost_accumulation(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def early_return(source: SourceText, function: Function) -> Iterator[Edit]:
-    """A ``return`` inside of the loop that should come before it."""
+    """A ``return`` inside the loop that it should follow."""
     for block in _blocks(function):
         for loop, end in pairwise(block):
             if isinstance(loop, ast.For | ast.While) and isinstance(end, ast.Return) and not loop.orelse:
@@ -343,7 +343,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
         )
     }
 )
-"""Bugs that can be planted, by name."""
+"""The operators of the catalogue, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,13 +352,13 @@ class Mutant:
 
     operator: str
     line: int
-    """Position of the bug, in the text that was right."""
+    """Line of the bug in the right text."""
     edit: Edit
-    """Text of the whole file."""
+    """Edit of the right text of the file."""
 
 
 def mutants(source: SourceText, function: Function) -> Iterator[Mutant]:
-    """Every bug of the catalogue that could be in ``function``, in the order of the catalogue; no two are equal."""
+    """Every possible bug of the catalogue in ``function``, in the order of the catalogue, without duplicates."""
     first, last = source.line_start(function.line), source.line_start(last_line(function.node) + 1)
     right = _tree(source.text[first:last])
     seen = {right, None}
@@ -373,7 +373,7 @@ def mutants(source: SourceText, function: Function) -> Iterator[Mutant]:
 
 
 def _tree(function: str) -> str | None:
-    """The code of a function's text, wherever it is indented to; ``None`` for what does not compile."""
+    """The syntax tree of a function's text, whatever its indent, as text; ``None`` if it does not compile."""
     text = f"if 1:\n{function}" if function[:1] in " \t" else function
     try:
         compile(text, "mutant", "exec", dont_inherit=True)
@@ -383,7 +383,7 @@ def _tree(function: str) -> str | None:
 
 
 def _nodes(function: Function, kind: type[Node]) -> Iterator[Node]:
-    """Every node of a kind in the body but the docstring's, in the order of the text where that can be told."""
+    """Every node of a kind in the body, without the docstring, statement by statement."""
     return (node for statement in function.code for node in ast.walk(statement) if isinstance(node, kind))
 
 
@@ -400,7 +400,7 @@ def _comparisons(
 
 
 def _closing(between: str) -> tuple[int, int] | None:
-    """The position of the sign between two operands: parentheses and blanks around it do not belong to it."""
+    """The position of the sign between two operands, without surrounding parentheses and blanks."""
     sign = between.strip("() \t\r\n\\")
     if not sign or "#" in between:
         return None
@@ -416,19 +416,19 @@ def _between(source: SourceText, left: ast.expr, right: ast.expr, old: str, new:
 
 
 def _swapped(source: SourceText, first: ast.expr | ast.stmt, second: ast.expr | ast.stmt) -> Edit:
-    """Two parts of the text in each other's place."""
+    """The edit that swaps two parts of the text."""
     (start, first_end), (second_start, end) = source.span(first), source.span(second)
     text = source.segment(second) + source.text[first_end:second_start] + source.segment(first)
     return Edit(start=start, end=end, text=text)
 
 
 def _is_all(node: ast.expr) -> bool:
-    """Return true if it is the slice of everything."""
+    """True for the full slice ``[:]``."""
     return isinstance(node, ast.Slice) and (node.lower, node.upper, node.step) == (None, None, None)
 
 
 def _keys(node: ast.AST) -> Iterator[ast.Constant]:
-    """The constant keys by which a node reads or writes a mapping."""
+    """The constant keys with which a node reads or writes a mapping."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         yield node.slice
     elif isinstance(node, ast.Call) and node.args and _called(node) in ("get", "pop", "setdefault", "getattr"):
@@ -438,14 +438,14 @@ def _keys(node: ast.AST) -> Iterator[ast.Constant]:
 
 
 def _called(node: ast.Call) -> str:
-    """The last part of the name that is called, or nothing."""
+    """The last part of the called name; empty if it has none."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
 def _is_number(node: ast.expr) -> bool:
-    """Return true if it may well be a number: a constant of one, a name, a sum, a length."""
+    """True for a likely integer: an integer constant, possibly negated, a binary operation, or a call of ``len``."""
     if isinstance(node, ast.Constant):
         return type(node.value) is int
     if isinstance(node, ast.UnaryOp):
@@ -454,7 +454,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _next_to(source: SourceText, place: ast.expr) -> tuple[str, str]:
-    """One more and one less, as a person would write it."""
+    """The text of one more and of one less, as a person would write it."""
     try:
         value = ast.literal_eval(place)
         return str(value + 1), str(value - 1)
@@ -464,17 +464,17 @@ def _next_to(source: SourceText, place: ast.expr) -> tuple[str, str]:
 
 
 def _is_text(node: ast.expr) -> bool:
-    """Return true if ``%`` after it formats rather than divides."""
+    """True for a string, after which ``%`` formats instead of dividing."""
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
 
 
 def _grouped(node: ast.expr, text: str) -> str:
-    """The text of an expression as it can stand beside others."""
+    """The text of an expression, in parentheses if it may need them as an operand."""
     return text if isinstance(node, ast.Name | ast.Constant | ast.Call | ast.Attribute | ast.Subscript) else f"({text})"
 
 
 def _blocks(function: Function) -> Iterator[Sequence[ast.stmt]]:
-    """Every list of statements of the function, its own without the docstring."""
+    """Every list of statements in the function; its body is without the docstring."""
     yield function.code
     for node in _nodes(function, ast.stmt):
         for name in BLOCKS:
@@ -486,7 +486,7 @@ def _blocks(function: Function) -> Iterator[Sequence[ast.stmt]]:
 
 
 def _alone(source: SourceText, node: ast.stmt) -> bool:
-    """Return true if nothing but a comment shares the lines of a statement."""
+    """True if a statement shares its lines with nothing but a comment."""
     start, end = source.span(node)
     before = source.text[source.line_start(node.lineno) : start]
     after = source.text[end : source.line_start(last_line(node) + 1)].strip()
@@ -500,18 +500,18 @@ def _drop(source: SourceText, node: ast.stmt, block: Sequence[ast.stmt]) -> Edit
 
 
 def _is_chain(source: SourceText, node: ast.If) -> bool:
-    """Return true if what follows is an ``elif``."""
+    """True if the ``if`` continues with ``elif``."""
     inner = node.orelse[0]
     return isinstance(inner, ast.If) and source.segment(inner).startswith("elif")
 
 
 def _without_else(source: SourceText, node: ast.If) -> Edit:
-    """From the end of the last statement before ``else`` to the end of the branch."""
+    """The edit that removes the ``else`` branch, from the end of the statement before it."""
     return Edit(start=source.span(node.body[-1])[1], end=source.span(node.orelse[-1])[1], text="")
 
 
 def _depends(second: ast.stmt, first: ast.stmt) -> bool:
-    """Return true if the second statement reads a name that the first one writes, or the other way round."""
+    """True if one statement reads a name that the other one writes, or both write the same name."""
 
     def names(node: ast.stmt, context: type[ast.expr_context]) -> set[str]:
         return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, context)}

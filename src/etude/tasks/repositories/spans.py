@@ -1,8 +1,7 @@
-"""Exact places in Python source, from the syntax tree's lines and bytes, and edits of the text.
+"""Exact offsets in Python source, from the syntax tree's lines and bytes, and edits of the text.
 
-Owns the text of one file and the functions in it. Everything outside of an edit stays as its author wrote it, to the
-last blank. What is worth editing is decided elsewhere (:mod:`~etude.taskgen.deletions`,
-:mod:`~etude.tasks.repositories.mutations`).
+Owns the text of one file and the functions in it. All text outside of an edit stays unchanged, including white space.
+Does not choose edits (:mod:`~etude.taskgen.deletions`, :mod:`~etude.tasks.repositories.mutations`).
 """
 
 import ast
@@ -14,11 +13,11 @@ from typing import Protocol, TypeAlias
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
 LINE_END = re.compile(r"\r\n|\r|\n")
-"""Ends of lines, as Python has them; ``str.splitlines`` knows more."""
+"""Line ends of Python source; ``str.splitlines`` splits at further characters."""
 
 
 class Located(Protocol):
-    """Protocol of a syntax-tree node with a place in the text."""
+    """Protocol of a syntax-tree node with a position in the text."""
 
     lineno: int
     col_offset: int
@@ -41,35 +40,35 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """A function or method that is not inside of another function."""
+    """A function or method that is not inside another function."""
 
     qualname: str
-    """Its name in the module, dotted for one of a class."""
+    """Its name in the module, with dots for a method."""
     node: FunctionNode
     parents: tuple[ast.ClassDef, ...]
-    """The classes around it, the outermost first."""
+    """The enclosing classes, the outermost first."""
 
     @property
     def line(self) -> int:
-        """The first line as its code object has it: at the first decorator."""
+        """The first line, including decorators, as in its code object."""
         return min([self.node.lineno, *(decorator.lineno for decorator in self.node.decorator_list)])
 
     @property
     def top(self) -> str:
-        """The name at the top of the module that it belongs to."""
+        """The top-level name of the module that contains it: its own or that of the outermost class."""
         return self.qualname.partition(".")[0]
 
     @property
     def code(self) -> Sequence[ast.stmt]:
-        """The statements of its body but for the docstring."""
+        """The statements of its body without the docstring."""
         return self.node.body[1:] if ast.get_docstring(self.node, clean=False) is not None else self.node.body
 
 
 class SourceText:
-    """A Python file: its text, its syntax tree, and the places of nodes in the text."""
+    """A Python file: its text, its syntax tree, and the positions of nodes in the text."""
 
     def __init__(self, path: str, text: str) -> None:
-        """``path`` is for people and for ids. Raises ``SyntaxError`` or ``ValueError`` for what is no Python."""
+        """``path`` is only for messages and ids. Raises ``SyntaxError`` or ``ValueError`` for invalid Python."""
         self.path = path
         self.text = text
         self.tree = ast.parse(text)
@@ -78,20 +77,20 @@ class SourceText:
         self._ascii = text.isascii()
 
     def offset(self, line: int, column_bytes: int) -> int:
-        """The offset in the text of a place that a syntax tree gives as a line from 1 and a column in UTF-8 bytes."""
+        """The offset in the text of a line, from 1, and a column in UTF-8 bytes, as in a syntax tree."""
         start = self._starts[line - 1]
         if self._ascii:
             return start + column_bytes
         return start + len(self.line(line).encode()[:column_bytes].decode())
 
     def line(self, number: int) -> str:
-        """A line, counted from 1, with its end."""
+        """Line ``number``, from 1, with its line end."""
         end = self._starts[number] if number < len(self._starts) else len(self.text)
         return self.text[self._starts[number - 1] : end]
 
     @property
     def lines(self) -> int:
-        """The number of lines there are."""
+        """The number of lines."""
         return len(self._starts)
 
     def line_start(self, number: int) -> int:
@@ -110,32 +109,32 @@ class SourceText:
         return self.text[start:end]
 
     def replace(self, node: Located, text: str) -> Edit:
-        """The edit that puts ``text`` where a node is."""
+        """The edit that replaces a node by ``text``."""
         start, end = self.span(node)
         return Edit(start=start, end=end, text=text)
 
     def remove_lines(self, first: int, last: int) -> Edit:
-        """The edit that removes whole lines, counted from 1."""
+        """The edit that removes the lines ``first`` to ``last``, from 1."""
         return Edit(start=self.line_start(first), end=self.line_start(last + 1), text="")
 
     def indent(self, line: int) -> str:
-        """The blanks that a line begins with."""
+        """The leading blanks and tabs of a line."""
         text = self.line(line)
         return text[: len(text) - len(text.lstrip(" \t"))]
 
     def functions(self) -> Iterator[Function]:
-        """Every function at the top of the module or of a class, branches of ``if`` and ``try`` included, in the order
-        of the text.
+        """Every function at the top level of the module or of a class, including branches of ``if`` and ``try``, in the
+        order of the text.
         """
         yield from _functions(self.tree.body, (), ())
 
     def classes(self) -> Iterator[ast.ClassDef]:
-        """The classes at the top of the module."""
+        """The classes at the top level of the module."""
         return (node for node in self.tree.body if isinstance(node, ast.ClassDef))
 
 
 def apply(text: str, edits: Iterable[Edit]) -> str:
-    """Apply edits to a text. Raises ``ValueError`` where two of them overlap."""
+    """Apply edits to a text. Raises ``ValueError`` if two of them overlap or one is outside the text."""
     chunks: list[str] = []
     done = 0
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
@@ -147,7 +146,7 @@ def apply(text: str, edits: Iterable[Edit]) -> str:
 
 
 def last_line(node: Located) -> int:
-    """The last line that a node is on."""
+    """The number of a node's last line."""
     assert node.end_lineno is not None
     return node.end_lineno
 
@@ -155,7 +154,7 @@ def last_line(node: Located) -> int:
 def _functions(
     body: Sequence[ast.stmt], names: tuple[str, ...], parents: tuple[ast.ClassDef, ...]
 ) -> Iterator[Function]:
-    """Descend into classes, ``if`` and ``try`` (not ``finally``), and into nothing else."""
+    """Descend only into classes, ``if`` and ``try`` (without ``finally``)."""
     for node in body:
         if isinstance(node, FUNCTION_NODES):
             yield Function(qualname=".".join((*names, node.name)), node=node, parents=parents)

@@ -3,8 +3,8 @@
     étude's task ──▶ VerifiersHarness.run ──▶ process with verifiers ──▶ its agent ──OpenAI──▶ our gateway
                                                         └── reward ──▶ outcome ──▶ OutcomeGrader.grade
 
-Tasks, agent and rewards are the environment's, as they are. Owns which of its tasks are on which side of the hold-out;
-the process is :mod:`etude.tasks.verifiers.process`'s.
+Tasks, agent and rewards are those of the environment, unchanged. Owns the hold-out of its tasks;
+:mod:`etude.tasks.verifiers.process` owns the process.
 """
 
 from etude.config.tasks import VerifiersOptions
@@ -20,9 +20,9 @@ class VerifiersTasks:
     """The tasks of one environment; implements :class:`~etude.protocols.TaskFamily`."""
 
     def __init__(self, options: VerifiersOptions, context: FamilyContext) -> None:
-        """Ask the environment for its tasks, in a process that ends with the answer.
+        """List the environment's tasks in a short-lived process.
 
-        Raises :class:`~etude.errors.ConfigError` for one that cannot be opened.
+        Raises :class:`~etude.errors.ConfigError` for an environment that cannot be opened.
         """
         folder = str(context.folder) if context.folder.name else ""
         cards = list_tasks(EnvironmentCommand.of(options, folder))

@@ -1,6 +1,7 @@
-"""The agents of an environment of the ``verifiers`` package, which talk to our gateway; ``harness.kind = "verifiers"``.
+"""The agents of an environment of the ``verifiers`` package, which call our gateway; ``harness.kind = "verifiers"``.
 
-One process plays all rollouts of a run's process. It is started with the first of them, and again where it ended.
+One environment process serves all rollouts of a process of the run. The first rollout starts it, and a later one
+restarts it if it has ended.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ class VerifiersHarness:
     """Lets the environment's own agent work with a session's model; implements :class:`~etude.protocols.Harness`."""
 
     def __init__(self, options: VerifiersHarnessOptions, context: HarnessContext) -> None:
-        """Raises :class:`~etude.errors.ConfigError` where the package has no interpreter."""
+        """Raises :class:`~etude.errors.ConfigError` if there is no Python interpreter with the package."""
         assert isinstance(context.tasks.options, VerifiersOptions), "the recipe has seen to it"
         self._timeout_s = options.timeout_s
         self._command = EnvironmentCommand.of(context.tasks.options, context.tasks.folder)
@@ -29,10 +30,10 @@ class VerifiersHarness:
         context.on_close(self.close)
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """Play one task, and leave its reward in ``sandbox``.
+        """Run one task and write its reward into ``sandbox``.
 
-        Raises :class:`~etude.errors.EngineUnavailable` when the model could not be reached, and
-        :class:`~etude.errors.SandboxError` when the environment failed.
+        Raises :class:`~etude.errors.EngineUnavailable` if the model is unreachable, and
+        :class:`~etude.errors.SandboxError` if the environment fails.
         """
         request: dict[str, Json] = {
             "do": "run",

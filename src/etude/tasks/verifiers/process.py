@@ -1,12 +1,12 @@
-"""The process of a ``verifiers`` environment: its command, its questions and answers, its end.
+"""The process of a ``verifiers`` environment: its command, its requests and answers, its end.
 
-    list_tasks ──▶ a process for one question         EnvironmentProcess ──▶ one that plays many rollouts at a time
+    list_tasks ──▶ a process for one request         EnvironmentProcess ──▶ a process for many concurrent rollouts
 
-The package has a Python of its own, since it brings many others along; étude never imports it. The environment's own
-code is trusted as any installed program is: it is not in a sandbox.
+The package has its own Python because it has many dependencies; étude never imports it. The environment's code is
+trusted like any installed program: it does not run in a sandbox.
 
-States of a process: new ──open──▶ open ──close──▶ closed. Waits for each answer with a deadline; on shutdown the
-process is given time to end, then killed, and with it whatever it left running.
+States of a process: new ──open──▶ open ──close──▶ closed. Each answer has a deadline. On shutdown the process has
+limited time to end; then it is killed together with the processes that it started.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ from etude.tasks.verifiers import program
 from etude.types import Json
 
 PYTHON_VARIABLE = "ETUDE_VERIFIERS_PYTHON"
-"""Environment variable that names the interpreter of the package's environment."""
+"""Environment variable with the path of the package's Python interpreter."""
 OPEN_TIMEOUT_S = 600.0
-"""For the package to be imported and its tasks to be listed: seconds, but of a busy machine or a large data set."""
+"""Limit for importing the package and listing tasks: usually seconds, longer on a busy machine or for large data."""
 CLOSE_TIMEOUT_S = 5.0
 POLL_S = 0.05
-"""Seconds between looks whether the process has ended."""
+"""Interval of checks whether the process has ended."""
 LOG_S = 1.0
-"""Seconds that the rest of its output may take to come."""
+"""Limit for reading the rest of its output."""
 LOG_LINES = 40
-"""Kept of what the process prints, for errors."""
+"""Last lines of the process's output, for error messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +46,16 @@ class EnvironmentCommand:
     """The command that runs an environment."""
 
     name: str
-    """The environment's own."""
+    """The environment's name."""
     argv: Sequence[str]
     variables: Mapping[str, str]
     max_tasks: int
 
     @classmethod
     def of(cls, options: VerifiersOptions, folder: str) -> "EnvironmentCommand":
-        """The command of a recipe, whose ``folder`` is where modules are found that are not installed.
+        """The command of a recipe; ``folder`` contains modules that are not installed.
 
-        Raises :class:`~etude.errors.ConfigError` where there is no interpreter.
+        Raises :class:`~etude.errors.ConfigError` if there is no interpreter.
         """
         python = Path(options.python or os.environ.get(PYTHON_VARIABLE) or ".venv-environments/bin/python").absolute()
         if not python.exists():
@@ -63,7 +63,7 @@ class EnvironmentCommand:
                 f"no verifiers: {python} is missing; `make .venv-environments/stamp` installs the package, or name a "
                 f"Python that has it in tasks.options.python or {PYTHON_VARIABLE}"
             )
-        # An agent that the package runs needs a machine of its own there, unless it is told to do without.
+        # By default the package runs an agent in a container or machine of its own; a subprocess is enough here.
         agent = {"runtime": {"type": "subprocess"}, **options.agent}
         settings = {"taskset": {**options.args, "id": options.env}, "agent": agent}
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -85,7 +85,7 @@ class EnvironmentCommand:
 def list_tasks(command: EnvironmentCommand) -> list[Card]:
     """The tasks of an environment, in its order.
 
-    Raises :class:`~etude.errors.ConfigError`, with what it printed, for one that cannot be opened.
+    Raises :class:`~etude.errors.ConfigError` with its output for an environment that cannot be opened.
     """
     request = json.dumps({"id": 0, **command.list_request}).encode() + b"\n"
     try:
@@ -102,7 +102,7 @@ def list_tasks(command: EnvironmentCommand) -> list[Card]:
 
 
 class EnvironmentProcess:
-    """One process of an environment, which plays its tasks."""
+    """One process of an environment, which runs its tasks."""
 
     def __init__(self, command: EnvironmentCommand) -> None:
         self._command = command
@@ -118,7 +118,7 @@ class EnvironmentProcess:
         return self._process is not None and not self._readers[0].done()
 
     async def open(self) -> None:
-        """Start the process and have it load its tasks. Raises :class:`~etude.errors.SandboxError` with its log."""
+        """Start the process and load its tasks. Raises :class:`~etude.errors.SandboxError` with its log."""
         self._process = await asyncio.create_subprocess_exec(
             *self._command.argv,
             stdin=PIPE,
@@ -126,7 +126,7 @@ class EnvironmentProcess:
             stderr=PIPE,
             env=self._command.variables,
             limit=program.LINE_LIMIT_BYTES,
-            start_new_session=True,  # with what its agents start it is one group
+            start_new_session=True,  # one process group with the processes of its agents
         )
         self._readers = [asyncio.create_task(self._read_answers()), asyncio.create_task(self._read_log())]
         try:
@@ -144,11 +144,11 @@ class EnvironmentProcess:
         process.stdin.close()
         await self._end(process)
         for reader in self._readers:
-            reader.cancel()  # a process that has left the group may hold a pipe for ever
+            reader.cancel()  # a process outside the group may keep a pipe open forever
         await asyncio.gather(*self._readers, return_exceptions=True)
 
     async def ask(self, request: Mapping[str, Json], timeout_s: float) -> dict[str, Json]:
-        """The answer to one request. Raises :class:`~etude.errors.SandboxError` where none comes."""
+        """The answer to one request. Raises :class:`~etude.errors.SandboxError` if there is none."""
         process = self._process
         if process is None or process.stdin is None:
             raise SandboxError(f"the environment {self._command.name!r} is not open")
@@ -159,7 +159,7 @@ class EnvironmentProcess:
         self._waiting[number] = answer
         try:
             process.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
-            with suppress(ConnectionError):  # then the answer says how it ended
+            with suppress(ConnectionError):  # the error of the answer then reports the end of the process
                 await process.stdin.drain()
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -193,15 +193,15 @@ class EnvironmentProcess:
             self._log.append(line.decode(errors="replace").rstrip())
 
     async def _end(self, process: Process) -> None:
-        """Wait for the process to end, kill what is left of it, and read the rest of its log.
+        """Wait for the process to end, kill the rest of its group, and read the rest of its log.
 
-        ``Process.wait`` alone waits for everybody who holds one of its pipes.
+        ``Process.wait`` alone would wait until every process has closed the pipes.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + CLOSE_TIMEOUT_S
         while process.returncode is None and loop.time() < deadline_s:
             await asyncio.sleep(POLL_S)
-        with suppress(ProcessLookupError):  # nothing may be left
+        with suppress(ProcessLookupError):  # the group may be empty
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.wait({self._readers[1]}, timeout=LOG_S)
         with suppress(TimeoutError):

@@ -1,11 +1,11 @@
 """The process that runs an environment of the ``verifiers`` package, controlled over its standard input.
 
-    {"id": 1, "do": "list", "limit": 100}                                        one JSON object a line
+    {"id": 1, "do": "list", "limit": 100}                                        one JSON object per line
     {"id": 2, "do": "run", "index": 0, "base_url": …, "api_key": …, "temperature": …}
     ──▶ {"id": …, "tasks": […]} · {"id": …, "reward": …, "parts": …, "reason": …, "turns": …} · {"id": …, "error": …}
 
-Run by the Python that has ``verifiers`` 0.4 (its ``v1``), which need not have étude: uses nothing but the standard
-library and that package. Requests are answered as they are done, many at a time. Ends with its standard input.
+Runs in the Python that has ``verifiers`` 0.4 (its ``v1``) and need not have étude: it uses only the standard library
+and that package. Runs many requests concurrently and answers each when it is done. Ends with its standard input.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ import sys
 from typing import Any, TextIO
 
 KEY_PREFIX = "ETUDE_API_KEY_"
-"""Clients of the package read keys from variables, one for each request; programs it starts inherit none called so."""
+"""Prefix of variables with API keys for the package's clients, one per request; subprocesses do not inherit them."""
 LINE_LIMIT_BYTES = 16 << 20
 PROVIDER_ERRORS = ("ProviderError", "InterceptionError", "TunnelError")
-"""Names of errors that are about reaching the model."""
+"""Names of errors that mean that the model is unreachable."""
 
 
 def main() -> None:
     """Serve the environment whose settings are the first argument, as JSON."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what environments print is no answer
+    os.dup2(2, 1)  # output of environments goes to standard error: it is not an answer
     asyncio.run(serve(json.loads(sys.argv[1]), answers))
 
 
@@ -68,9 +68,9 @@ async def _answer(vf: Any, env: Any, tasks: list[Any], request: dict[str, Any], 
 
 
 def judge(episode: Any) -> dict[str, Any]:
-    """The outcome of an episode: the mean of its trained traces' rewards, or what went wrong.
+    """The outcome of an episode: the mean of its trained traces' rewards, or the error.
 
-    A deadline of the environment's own is an end like any other, graded by what was recorded until then.
+    A deadline of the environment is a normal end; the traces up to then are graded.
     """
     traces = [trace for trace in episode.traces if trace.agent.trainable] or list(episode.traces)
     errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]

@@ -94,14 +94,16 @@ def group_weight(baseline: Baseline, *, compared: int, graded: int, lost: int) -
     """The factor of a group's advantages if ``lost`` of its planned rollouts never finished, and only ``compared`` of
     its ``graded`` rollouts are compared and trained on.
 
-    Rollouts lost to a machine say nothing about the policy, so a group without them must have the weight that it would
-    have with them. Quarantined ones do say something, so the weight of a group is proportional to the number of others:
-    each slot is a draw, and a quarantined one adds nothing. The sum of A ∇ log π over K compared rollouts is on average
-    K · g with the others' mean as baseline and (K − 1) · g with the mean. For N graded and G planned rollouts it shall
-    be G · K/N · g, and with the mean (G − 1)/G of that, the factor of a whole group. docs/control.md has the proof, and
-    defines g. The divisor of the loss is also that of a whole group (``Batch.num_lost_tokens``). The standard deviation
-    uses the factor of the mean, assuming that fewer rollouts estimate a deviation equally well; so does a custom
-    baseline. 1 if too few are left to be compared.
+    A rollout lost to a failed machine says nothing about the policy, so a group must have the weight that it would have
+    with its lost rollouts. A quarantined rollout does say something: each slot is a draw, and a quarantined one adds
+    nothing, so the weight of a group is proportional to the share K/N of its N graded rollouts that are compared.
+
+    With G planned rollouts, the sum of A ∇ log π shall on average be G · K/N · g for a baseline without R_i (the mean
+    of the others), and (G − 1)/G of that for the mean, as in a whole group. Over K compared rollouts it is K · g and
+    (K − 1) · g; the factor is the quotient. docs/control.md defines g and has the proof. The divisor of the loss is
+    also that of a whole group (``Batch.num_lost_tokens``). The standard deviation and custom baselines use the factor
+    of the mean, which assumes that fewer rollouts estimate a deviation equally well. 1 if fewer than
+    :data:`FEWEST_COMPARED` are compared.
     """
     if compared < FEWEST_COMPARED:
         return 1.0

@@ -41,11 +41,11 @@ def build_batch(
     ``penalties`` (rollout → deduction from its reward) apply only where ``baseline`` compares rewards; the batch's
     statistics have the original rewards. A group in which every advantage is 0, for example because all rewards are
     equal, has no signal: its rollouts count in rewards and staleness but are not trained on. A quarantined rollout is
-    excluded from all of these: the others are compared without it, at unchanged weight. A group that lost rollouts to
-    infrastructure has the same weight as with them, in advantages and in their divisors; a group of importance weight w
-    counts w times in both. A live session is a group of one and is compared with other sessions, as ``live`` says.
-    ``trajectories`` is empty if no group has anything to train on. Raises ``ValueError`` without groups, and as
-    :func:`~etude.trainer.batching.credit.turn_credits` does.
+    excluded from all of these: the others are compared without it, and their weight does not grow. A group that lost
+    rollouts to infrastructure has the same weight as with them, in advantages and in their divisors; a group of
+    importance weight w counts w times in both. A live session is a group of one and is compared with other sessions, as
+    ``live`` says. ``trajectories`` is empty if no group has anything to train on. Raises ``ValueError`` without groups,
+    and as :func:`~etude.trainer.batching.credit.turn_credits` does.
     """
     if not groups:
         raise ValueError(f"step {step} has no groups: a batch needs at least one")
@@ -56,7 +56,7 @@ def build_batch(
     ]
     planned = [
         group.weight * (1 + group.lost / max(1, len(group.rollouts))) for group in groups
-    ]  # for one that is there
+    ]  # planned rollouts per graded one
     groups = [replace(group, rollouts=_trusted(group)) for group in groups]
     of_sessions = iter(_live_credits(groups, penalties, credit, live))
     credited = [

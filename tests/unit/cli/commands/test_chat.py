@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from etude.cli.commands.chat import Chat, ReplyPrinter, Talk
+from etude.cli.main import main
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
 from etude.gateway.http.auth import Key, Scope, digest_of
@@ -82,3 +83,33 @@ def test_thoughts_are_printed_too() -> None:
     line.take({"system_fingerprint": "v3", "choices": [choice]})
     line.end()
     assert out.getvalue() == "hm  [v3]\n"
+
+
+@pytest.mark.parametrize("options", [(), ("--key-env", "OTHER")])
+def test_the_key_comes_from_a_variable_and_never_from_the_command_line(
+    url: str, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTHER" if options else "OPENAI_API_KEY", SECRET)
+    monkeypatch.setattr("sys.stdin", io.StringIO("go"))
+    assert main(["chat", "--url", url, *options]) == 0
+    assert capsys.readouterr().out == "re ‹v1› tu ‹v2› rn  [v0 → v1 → v2]\n"
+    assert main(["chat", "--url", url, "--key", SECRET]) == 2
+    assert "--key-env" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ((), "give either a run folder, or --url URL"),
+        (("RUN", "--url", "http://x"), "give either a run folder, or --url URL"),
+        (("RUN", "--key-env", "KEY"), "--key-env KEY has no effect on a run"),
+        (("--url", "http://x"), "--url http://x needs a key: export OPENAI_API_KEY"),
+        (("--url", "http://x", "--key-env", "KEY"), "--key-env KEY: the variable is not set"),
+    ],
+)
+def test_a_run_or_a_gateway_with_a_key_is_needed(
+    options: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert main(["chat", *options]) == 2
+    assert complaint in capsys.readouterr().err

@@ -142,7 +142,7 @@ def test_an_engine_without_the_routes_that_a_trainer_needs_is_named_and_leaves_n
         session_id, key = await caller.open_session()
         answer = await caller.chat(key)
         assert answer.error == (500, "server_error", "capture_failed", None)
-        assert "no routes although they were asked for" in str(answer.at("error", "message"))
+        assert "no routes although they were requested" in str(answer.at("error", "message"))
         assert await caller.close(session_id) == ()
 
     play(Setting(fake_engine(), space=RouteSpace(layers=1, slots=1, experts=2)), scene)

@@ -275,7 +275,7 @@ def test_an_engine_that_is_down_is_not_asked_again_before_it_gave_a_sign_of_life
     async def scene() -> None:
         clock, engine = VirtualClock(), Chain(down=True)
         pool = pool_of(engine, clock=clock)
-        with pytest.raises(EngineUnavailable, match=r"no engine could be had for 30\.\d s; at last: it is down"):
+        with pytest.raises(EngineUnavailable, match=r"no engine was available for 30\.\d s; at last: it is down"):
             await pool.generate(PROMPT, PARAMS, session="s")
         assert len(engine.requests) == 1
         assert 30.0 <= clock.now() <= 31.0
@@ -350,7 +350,7 @@ def test_a_call_waits_while_all_engines_are_busy_until_its_deadline() -> None:
         for engine in engines:
             engine.busy = 1 << 30
         began = clock.now()
-        with pytest.raises(EngineBusy, match="no engine took the call within 60 s; at last: it is busy"):
+        with pytest.raises(EngineBusy, match="no engine accepted the call within 60 s; at last: it is busy"):
             await pool.generate(PROMPT, PARAMS, session="s", options=CallOptions(deadline_s=60.0))
         assert clock.now() - began == pytest.approx(60.0)
 
@@ -467,7 +467,7 @@ def test_engines_come_and_go_while_calls_are_in_progress() -> None:
     async def scene() -> None:
         made = {"old": Chain(mark=1), "new": Chain(mark=2)}
         pool = EnginePool(made.__getitem__, Router(QUICK), SystemClock(), seed=1)
-        with pytest.raises(EngineUnavailable, match="no engine could be had"):
+        with pytest.raises(EngineUnavailable, match="no engine was available"):
             await pool_of(clock=VirtualClock()).generate(PROMPT, PARAMS, session="s")
         pool.add(EngineEntry(name="a", url="old"))
         async with watched(pool), aclosing(pool.stream(PROMPT, PARAMS, session="s")) as chunks:

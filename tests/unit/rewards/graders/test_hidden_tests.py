@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.grading.bench import TOOLS, runner_layer
+from command_results import ended
 from etude.errors import SandboxError, Unsupported
 from etude.protocols import ExecResult, Grade, HarnessResult
 from etude.rewards.graders.hidden_tests import Findings, HiddenTestGrader
@@ -231,14 +232,7 @@ class Stage(FakeSandboxes):
         seconds = next(self._seconds)
         timed_out = seconds > timeout_s
         marks = [] if timed_out else [HiddenTestRun(command=(), paths=(), secret=secret)._mark(name) for name in names]
-        return ExecResult(
-            exit_code=0,
-            stdout="\n".join(marks),
-            stderr="",
-            timed_out=timed_out,
-            truncated=False,
-            seconds=min(seconds, timeout_s),
-        )
+        return ended(stdout="\n".join(marks), timed_out=timed_out, seconds=min(seconds, timeout_s))
 
 
 class StagedSandbox(FakeSandbox):
@@ -249,14 +243,7 @@ class StagedSandbox(FakeSandbox):
         self._stage = stage
         self._passes = [STARTED, ENDED] if is_fork else [STARTED, ENDED, NODES[2]]
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        timeout_s: float = 5.0,
-        environment: Mapping[str, str] | None = None,
-    ) -> ExecResult:
+    async def exec(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 5.0, **_: object) -> ExecResult:
         return self._stage.sit(timeout_s, self._passes, stdin)
 
     async def export(self, paths: Sequence[str], *, limit_bytes: int = 64 << 20) -> bytes:
@@ -325,5 +312,5 @@ def test_a_run_that_did_not_start_proves_nothing() -> None:
 
 
 def heard(*passed: str, started: bool = True) -> Report:
-    result = ExecResult(exit_code=0, stdout="", stderr="", timed_out=False, truncated=False, seconds=0.0)
+    result = ended()
     return Report(passed=frozenset(passed), started=started, ended=True, result=result)

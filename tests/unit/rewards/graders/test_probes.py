@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from command_results import ended
 from etude.errors import SandboxError
 from etude.protocols import ExecResult, Sandbox
 from etude.rewards.graders.hidden_tests import check_interpreter, count_passed
@@ -66,7 +67,7 @@ class NoPython:
     """A sandbox in which no interpreter starts."""
 
     async def exec(self, *_: object, **__: object) -> ExecResult:
-        return ExecResult(exit_code=127, stdout="", stderr="not found", timed_out=False, truncated=False, seconds=0.0)
+        return ended(127, stderr="not found")
 
 
 def test_a_sandbox_without_an_interpreter_is_our_fault() -> None:

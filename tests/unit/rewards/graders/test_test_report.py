@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.protocols import ExecResult
+from command_results import ended
 from etude.rewards.graders.test_runs import ENVIRONMENT, HiddenTestRun, Report
 
 CASES = """\
@@ -62,11 +62,7 @@ def report(sandbox: Path, paths: list[str], nodes: list[str], environment: dict[
     ours = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
     variables = {**ours, **ENVIRONMENT, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **(environment or {})}
     done = subprocess.run(run.argv, cwd=sandbox, env=variables, input=run.secret, capture_output=True, text=True)
-    return run.read(result(done.stdout, done.stderr, done.returncode), nodes)
-
-
-def result(stdout: str, stderr: str = "", exit_code: int = 0) -> ExecResult:
-    return ExecResult(exit_code=exit_code, stdout=stdout, stderr=stderr, timed_out=False, truncated=False, seconds=0.0)
+    return run.read(ended(done.returncode, done.stdout, done.stderr), nodes)
 
 
 def test_what_passed_and_nothing_else_is_marked(sandbox: Path) -> None:
@@ -101,12 +97,12 @@ def test_marks_are_good_for_one_run() -> None:
     assert first.secret != second.secret
     assert first.name != second.name
     marks = "\n".join(first._mark(name) for name in ("a.py::test_a", "started"))
-    assert first.read(result(marks), ["a.py::test_a"]).passed == {"a.py::test_a"}
-    forged = second.read(result(marks + "\na.py::test_a\nstarted\n"), ["a.py::test_a"])
+    assert first.read(ended(stdout=marks), ["a.py::test_a"]).passed == {"a.py::test_a"}
+    forged = second.read(ended(stdout=marks + "\na.py::test_a\nstarted\n"), ["a.py::test_a"])
     assert (forged.passed, forged.started) == (frozenset(), False)
 
 
 def test_the_tail_of_the_output_is_for_people() -> None:
-    heard = HiddenTestRun(command=(), paths=()).read(result("", "x" * 5000 + " the end \n"), [])
+    heard = HiddenTestRun(command=(), paths=()).read(ended(stderr="x" * 5000 + " the end \n"), [])
     assert heard.tail.endswith("the end")
     assert len(heard.tail) <= 600

@@ -154,6 +154,15 @@ def test_an_image_is_asked_for() -> None:
         render(on_cluster(fleet, image=""))
 
 
+def test_no_region_takes_the_folder_of_the_phases() -> None:
+    fleet = load_fleet(EXAMPLE)
+    first, *others = fleet.regions
+    named = fleet.model_copy(update={"regions": (*others, first.model_copy(update={"name": "phases"}))})
+    named = named.model_copy(update={"home": "phases"} if first.name == fleet.home else {})
+    with pytest.raises(ConfigError, match=r"regions: name = 'phases': .* rename the region"):
+        render_files(named)
+
+
 def test_regions_of_one_cluster_share_no_name() -> None:
     bases = render(on_cluster(load_fleet(EXAMPLE), region_label="topology.kubernetes.io/region"))
     names = [(each["kind"], each["metadata"]["name"]) for objects in bases.values() for each in objects

@@ -172,8 +172,8 @@ def test_a_file_of_sessions_comes_back(tmp_path: Path) -> None:
     ("line", "complaint"),
     [
         ("{", "Expecting"),
-        ("[]", "no JSON object"),
-        ('{"session": "a"}', "no observation"),
+        ("[]", r"\[\] is no JSON object"),
+        ('{"session": "a"}', "observation is missing"),
         ('{"session": "a", "observation": "", "latency": 3}', "unknown latency"),
         ('{"session": "a", "observation": "", "seconds": "3"}', "not a number"),
         ('{"session": "a", "observation": 3}', "not a text"),

@@ -2,21 +2,21 @@
 
     python3 -m etude.sandboxes.qemu.guest.agent       as process 1, started by the initial RAM disk
 
-    request      what it does                                                        answer
+    request      action                                                              answer
     hello        nothing                                                             kernel, python
-    rest         says no more, so that the machine can be copied                     (the last word)
-    wake         goes on, in a copy with a clock, name, random numbers of its own
+    rest         sends nothing more, so that the machine can be copied               (its last message)
+    wake         continues, in a copy with its own clock, name and random numbers
     environment  makes the environment of commands, see etude.sandboxes.qemu.guest.filesystem
-    kill_all     kills every command with all that it started
-    exec, kill   runs a command; kills one that has no caller any more               its end
-    stats        counts                                                              what is used
+    kill_all     kills all commands with their processes
+    exec, kill   runs a command; kills one whose caller is gone                      its result
+    stats        measures                                                            resource usage
     others       etude.sandboxes.qemu.guest.filesystem, etude.sandboxes.qemu.guest.tunnels
 
-The modules of this folder are copied into the machine with the few others that they import, and run there by the
-base system's Python, 3.11 or newer, of which they use the standard library alone. The language that the agent speaks
-(:mod:`etude.sandboxes.qemu.guest.frames`) is the host's, too. One thread, one loop; nothing in it waits but for the
-next event. States: new ──environment──▶ prepared; at any time it may rest until it is woken. When the port fails, there
-is no host to serve, and it ends, and the machine with it.
+The modules of this folder are copied into the machine with the few others that they import, and run there on the base
+system's Python, 3.11 or newer, using only the standard library. Host and agent share the protocol
+(:mod:`etude.sandboxes.qemu.guest.frames`). There is one thread with one event loop, which blocks only for the next
+event. States: new ──environment──▶ prepared; at any time it may rest until it is woken. If the port fails, there is no
+host to serve, and the agent ends, and the machine with it.
 """
 
 import errno
@@ -39,7 +39,7 @@ from etude.sandboxes.qemu.guest.tunnels import Tunnels, addresses_of
 
 PIPE_CHUNK_BYTES = 64 << 10
 FLOOD_CHUNKS = 16
-"""Most that is read of one output before others have their turn."""
+"""Maximum number of chunks that are read from one output before others have their turn."""
 NOT_FOUND, NOT_RUNNABLE = 127, 126
 """Exit codes of a shell for a program that does not exist and one that cannot be run."""
 
@@ -48,8 +48,8 @@ class GuestCommand:
     """One command from its start to its answer."""
 
     def __init__(self, number: int, order: dict[str, Any], stdin: bytes, guest: GuestEnvironment) -> None:
-        """Start it. ``order`` says ``argv``, ``environment`` and ``timeout_s``; where it runs in a service's root
-        ``root`` and ``user``, number and group, else nothing for them. Raises ``OSError``.
+        """Start the command. ``order`` has ``argv``, ``environment`` and ``timeout_s``; for a service also its ``root``
+        and its ``user``, number and group, otherwise these are empty. Raises ``OSError``.
         """
         self.number = number
         self.started_at = time.monotonic()
@@ -69,7 +69,7 @@ class GuestCommand:
         self.handle = os.pidfd_open(self.process)
 
     def watch(self, selector: selectors.BaseSelector, ended: Callable[["GuestCommand"], None]) -> None:
-        """Be woken for input, output and the end; ``ended`` is called once, when the answer can be given."""
+        """Watch for input, output and the end; ``ended`` is called once, when the result is complete."""
         stdin, *outputs = self._pipes
         if self._stdin:
             selector.register(stdin, selectors.EVENT_WRITE, lambda: self._feed(selector, stdin))
@@ -122,7 +122,7 @@ class GuestCommand:
 
 
 class _OutputDrain:
-    """Reads one output of a command, and goes on when it has ended, for what it left running."""
+    """Reads one output of a command, and after its end the output of processes that it left running."""
 
     def __init__(self, selector: selectors.BaseSelector, pipe: int, output: CappedOutput) -> None:
         self._selector = selector
@@ -156,7 +156,7 @@ def sweep_groups() -> None:
 
 
 def _pipes() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Their and our ends of standard input, output and error; ours never block."""
+    """The command's and the agent's ends of standard input, output and error; the agent's never block."""
     (stdin, feed), (out, stdout), (err, stderr) = os.pipe(), os.pipe(), os.pipe()
     for pipe in (feed, out, err):
         os.set_blocking(pipe, False)
@@ -344,17 +344,17 @@ class _Channel:
         self._write()
 
     def rest(self) -> None:
-        """Send what is in line, then nothing until ``wake``."""
+        """Send the queued messages, then nothing until ``wake``."""
         self._resting = True
         self._write()
 
     def wake(self) -> None:
-        """Go on."""
+        """Resume sending."""
         self._resting = self._rests = False
         self._write()
 
     def forget(self) -> None:
-        """Throw away what was in line for another reader."""
+        """Discard the messages that were queued for another reader."""
         self._outbox, self._frame = Outbox(), memoryview(b"")
 
     def _act(self) -> None:

@@ -27,11 +27,11 @@ from etude.sandboxes.qemu.guest.frames import GuestMessage, Inbox, Outbox
 ERRANDS = frozenset({"settle", "read", "write", "export", "load", "pack"})
 """Requests to the file server."""
 PART_BYTES = 4 << 20
-"""Most bytes of a packed upper layer, in one answer."""
+"""Maximum number of bytes of a packed upper layer in one answer."""
 CHUNK_BYTES = 256 << 10
 OPAQUE = "user.overlay.opaque"
 XATTR_HEADER = "SCHILY.xattr." + OPAQUE
-"""The name by which tars say that a folder hides those below it."""
+"""The attribute in tars that marks a folder as hiding those below it."""
 
 
 class FileServer:
@@ -42,7 +42,7 @@ class FileServer:
         self._packing: Iterator[bytes] = iter(())
 
     def serve(self, channel: socket.socket) -> None:
-        """Answer until the agent is gone."""
+        """Answer requests until the agent is gone."""
         inbox, outbox = Inbox(), Outbox()
         while data := channel.recv(CHUNK_BYTES):
             for message in inbox.feed(data):
@@ -160,16 +160,16 @@ NAMES = ("hosts", "hostname", "resolv.conf")
 """Files of ``/etc`` that differ between a machine and its copies."""
 READY = b"ready"
 PERIOD_US = 100_000
-"""Period of processor time: what ``cpus`` allows is handed out ten times a second."""
+"""Period of the processor time limit ``cpus``: a tenth of a second."""
 
 
 class GuestEnvironment:
     """A root, a process 1 and limits of commands, made once and never undone."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        """``order`` says: ``disks``, numbers of disks of the image, lowest first; ``system``, whether the machine's own
-        root lies under them; ``mounts``, lists of disk, path and name in the disk; ``upper``, the disk that is written;
-        ``roots``, places that are roots of services; ``workdir``, ``user`` (name, number, group, home), ``names`` (of
+        """``order`` has: ``disks``, numbers of disks of the image, lowest first; ``system``, whether the machine's own
+        root is below them; ``mounts``, lists of disk, path and name in the disk; ``upper``, the disk that is written;
+        ``roots``, paths that are roots of services; ``workdir``, ``user`` (name, number, group, home), ``names`` (of
         the loopback), ``environment``, ``memory_bytes``, ``processes``, ``cpus``.
         """
         name, self.owner, self.group, self.home = order["user"]
@@ -200,20 +200,20 @@ class GuestEnvironment:
         }
 
     def rename(self, name: str, hosts: str) -> None:
-        """Tell commands how their machine is called and where the names of others lead, as lines of ``/etc/hosts``."""
+        """Set the machine's name and the lines of ``/etc/hosts``, as commands see them."""
         texts = {"hosts": f"{hosts}127.0.1.1 {name}\n{self._hosts}", "hostname": f"{name}\n"}
         for file, text in texts.items():
             os.ftruncate(self._names[file], 0)
             os.pwrite(self._names[file], text.encode(), 0)
 
     def freeze(self, *, frozen: bool) -> None:
-        """Stop every command, or let all go on."""
+        """Stop every command, or resume all."""
         system.write(f"{GROUP}/cgroup.freeze", "1" if frozen else "0")
 
     def enter(self, root: str, user: Sequence[int]) -> None:
         """Make the calling process one of the commands; it must be a fresh child that execs next.
 
-        With a ``root`` it is one of a service's, whose ``user`` is a number and a group.
+        With a ``root`` it is a service's process, whose ``user`` is a number and a group.
         """
         os.setsid()
         system.join(self.init_handle, system.CLONE_NEWNS)
@@ -303,7 +303,7 @@ class GuestEnvironment:
             os._exit(1)
 
     def _prepare(self) -> None:
-        """Enter the new root and give it what a root has; paths mean those inside from the middle on."""
+        """Enter the new root and set it up; after ``pivot_root`` all paths are those inside."""
         system.unshare(system.CLONE_NEWNS)
         system.mount("none", "/", "", system.MS_REC | system.MS_PRIVATE)
         for source, path in self._mounts:
@@ -330,7 +330,7 @@ def disk_path(number: int) -> str:
 
 
 def _mount_kernel() -> None:
-    """Show processes and what the kernel says of itself, none of which can be changed."""
+    """Mount processes and kernel information; settings are read-only or hidden."""
     for folder in ("/proc", "/sys", "/run"):
         Path(folder).mkdir(exist_ok=True)
     quiet = system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC
@@ -372,7 +372,7 @@ def _make_user(user: int, group: int, home: str) -> None:
 
 
 def _make_names() -> None:
-    """Put files in memory where it is said how machines are called: a copy rewrites them."""
+    """Put the files with host names in memory, because a copy rewrites them."""
     Path("/run/names").mkdir()
     system.mount("tmpfs", "/run/names", "tmpfs", system.MS_NOSUID | system.MS_NODEV, "mode=755,size=64k")
     for name in NAMES:
@@ -385,8 +385,8 @@ def _make_names() -> None:
 
 
 def _make_folder(path: str, owner: int, group: int, shown: Container[str]) -> None:
-    """Make a folder whose owner is ``owner``, with all in it where that is not so yet, but for what is ``shown`` there
-    and cannot be changed.
+    """Create a folder, and give it with its content to ``owner``, where necessary; except for paths in ``shown``,
+    which are read-only mounts.
     """
     Path(path).mkdir(parents=True, exist_ok=True)
     waiting = [path]
@@ -402,7 +402,7 @@ def _make_folder(path: str, owner: int, group: int, shown: Container[str]) -> No
 
 
 def _show(source: Path, target: Path) -> None:
-    """Bind a file or folder of a read-only disk where commands find it."""
+    """Bind a file or folder of a read-only disk to the path at which commands see it."""
     if source.is_dir():
         target.mkdir(parents=True, exist_ok=True)
     else:

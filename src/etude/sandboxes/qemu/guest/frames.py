@@ -1,11 +1,11 @@
 """The protocol between a virtual machine's agent and étude: messages in frames over one byte stream. Pure.
 
     message = length of head (u32) · head, a JSON object · body, bytes
-    frame   = number of message (u32) · length (u32) · is last (u8) · piece of a message
+    frame   = number of message (u32) · length (u32) · is last (u8) · chunk of a message
 
-Messages may be large, so they travel in pieces, and pieces of several messages alternate: a short answer never waits
-for a long one. Both ends are ours, but the agent's shares a kernel with code that is not trusted, so a reader bounds
-what it takes. Owns bytes, not meaning (:mod:`etude.sandboxes.qemu.guest.agent`).
+Messages may be large, so they are sent in chunks, and chunks of several messages alternate: a short answer never waits
+for a long one. Both ends are étude's, but the agent shares a kernel with untrusted code, so a reader limits what it
+accepts. Owns bytes, not meaning (:mod:`etude.sandboxes.qemu.guest.agent`).
 """
 
 import json
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 FRAME = struct.Struct("<IIB")
 LENGTH = struct.Struct("<I")
 FRAME_BYTES = 64 << 10
-"""Most of a message in one frame."""
+"""Maximum number of a message's bytes in one frame."""
 MESSAGE_LIMIT_BYTES = 160 << 20
-"""Most bytes of one message: an archive of the usual limit, with room."""
+"""Maximum size of a message: an archive of the usual limit, with a margin."""
 OPEN_LIMIT = 256
-"""Messages of which only a part has come."""
+"""Maximum number of incomplete messages."""
 
 
 class GuestMessage(NamedTuple):
@@ -36,7 +36,7 @@ class FrameError(Exception):
 
 
 class Outbox:
-    """Outgoing messages, cut into frames that take turns."""
+    """Outgoing messages, split into frames that alternate."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, bytes, memoryview]] = deque()
@@ -73,7 +73,7 @@ class Inbox:
         self._held_bytes = 0
 
     def feed(self, data: bytes) -> Iterator[GuestMessage]:
-        """Take bytes and give the messages that are whole now. Raises :class:`FrameError`."""
+        """Add received bytes and yield the messages that are complete. Raises :class:`FrameError`."""
         self._buffer += data
         while len(self._buffer) >= FRAME.size:
             number, length, is_last = FRAME.unpack_from(self._buffer)

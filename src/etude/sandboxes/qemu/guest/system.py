@@ -52,7 +52,7 @@ def unmount(target: str) -> None:
 
 
 def unshare(kinds: int) -> None:
-    """Move into new namespaces; a process namespace holds the children made from now on."""
+    """Move into new namespaces; a process namespace applies to children created from now on."""
     _check(LIBC.unshare(kinds), "unshare")
 
 

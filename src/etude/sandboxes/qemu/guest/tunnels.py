@@ -1,8 +1,8 @@
 """Network of commands inside a virtual machine: a listener for each allowed place, and tunnels to the host.
 
-The machine has no network. For every allowed ``host:port`` the agent listens where ``host`` leads inside, an address
-of the loopback interface, and carries what a command says there to étude, which makes the connection outside. A tunnel
-may be ahead of its other end by a window, so a slow reader holds up its own connection only. Owns the sockets inside.
+The machine has no network. For every allowed ``host:port`` the agent listens on the loopback address to which ``host``
+resolves inside, and forwards the data of commands to étude, which makes the connection outside. A tunnel may be ahead
+of its other end by a window, so a slow reader delays only its own connection. Owns the sockets inside.
 """
 
 import selectors
@@ -15,7 +15,7 @@ from etude.sandboxes.qemu.guest import system
 
 CHUNK_BYTES = 32 << 10
 WINDOW_BYTES = 256 << 10
-"""Sent through a tunnel and not yet taken at its other end."""
+"""Maximum number of bytes sent through a tunnel and not yet read at its other end."""
 MAX_TUNNELS = 200
 """At a time; a connection beyond them is closed at once."""
 BACKLOG = 32
@@ -56,7 +56,7 @@ class Tunnels:
         self._say({"do": "open", "tunnel": self._made, "place": place}, b"")
 
     def hear(self, head: dict[str, Any], body: bytes) -> None:
-        """Take what the host says of a tunnel; of one that is gone it is nothing new."""
+        """Handle a message of the host about a tunnel; those about a closed tunnel are ignored."""
         tunnel = self._open.get(head["tunnel"])
         if tunnel is None:
             return
@@ -84,12 +84,12 @@ class _Accept:
         self._tunnels, self._listener, self._place = tunnels, listener, place
 
     def __call__(self) -> None:
-        with suppress(OSError):  # the other end is gone again
+        with suppress(OSError):  # the other end has already disconnected
             self._tunnels.accept(self._listener.accept()[0], self._place)
 
 
 class _Tunnel:
-    """One connection of a command, and what is on its way to it."""
+    """One connection of a command, and the data in transit to it."""
 
     def __init__(self, number: int, connection: socket.socket, selector: selectors.BaseSelector, say: Say) -> None:
         self.number = number
@@ -103,7 +103,7 @@ class _Tunnel:
         self._watch()
 
     def take(self, do: str, body: bytes, count: int) -> bool:
-        """Take ``data``, ``end`` or ``ack`` from the host; false when the connection is broken."""
+        """Handle ``data``, ``end`` or ``ack`` from the host; false if the connection is broken."""
         if do == "ack":
             self._ahead_bytes -= count
         elif do == "end":
@@ -120,7 +120,7 @@ class _Tunnel:
         self._connection.close()
 
     def __call__(self) -> None:
-        """Do what the connection is ready for."""
+        """Read and write as far as the connection is ready."""
         if self._reading and self._ahead_bytes < WINDOW_BYTES:
             self._read()
         if self._write():
