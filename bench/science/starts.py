@@ -46,6 +46,9 @@ def prepared_start(config: RunConfig, cache: Path = CACHE) -> Start:
         try:
             _midtrain(resolve(config), partial)
             partial.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process has made the same start
+                raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return Start(folder=folder, loss=json.loads((folder / LOSS).read_text(encoding="utf-8")))
