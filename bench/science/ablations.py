@@ -37,8 +37,8 @@ class Arm:
     """``SECTION.KEY=VALUE``, of reinforcement learning."""
     start: tuple[str, ...] = ()
     """Likewise, of mid-training and the model."""
-    seeds: int = 8
-    """Seeds on which it is trained."""
+    seeds: int | None = None
+    """Seeds on which it is trained; ``None``: the ablation's number."""
     router_noise: float = 0.0
     """Noise of the engine's routers, as a share of their spread."""
     line: str = ""
@@ -79,10 +79,16 @@ class Ablation:
     """What others report, and where."""
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...]
+    seeds: int = 8
+    """Seeds of its arms, but for those that have a number of their own."""
     reading: str = ""
     """What came of it, in words; the figures are the bench's."""
     axis: str = "steps"
     """What lies across the plot."""
+
+    def seeds_of(self, arm: Arm) -> int:
+        """The number of seeds on which an arm is trained."""
+        return arm.seeds or self.seeds
 
 
 STALENESSES = (1, 4, 8, 16)
@@ -111,7 +117,7 @@ def _stale(correction: str, staleness: int) -> Arm:
     return Arm(
         name=name,
         changes=(*CORRECTIONS[correction], f"rollouts.max_staleness={staleness}"),
-        seeds=JUDGED_SEEDS if name in JUDGED else STALE_SEEDS,
+        seeds=JUDGED_SEEDS if name in JUDGED else None,
         line=correction,
         x=staleness,
     )
@@ -139,6 +145,7 @@ STALENESS = Ablation(
         Claim(arm="CISPO, 8 old", than="none, 8 old"),
         Claim(arm="TIS, 16 old", than=FRESH, expected="less", ours=True),
     ),
+    seeds=STALE_SEEDS,
     reading="Rollouts of one and of four versions ago cost less than two points with the default correction: that is "
     "shown on twenty seeds. Of four versions ago the pass rate is even the same within two points; of one "
     "version ago it may be higher by more, because of a single seed (21) on which fresh rollouts end in a "
@@ -156,16 +163,17 @@ NORMALISATION = Ablation(
     "weighs easy and hard prompts up, 1/|o| makes wrong answers grow longer; without them pass rates are as good and "
     "answers shorter. Composer 2 ([2603.24477](https://arxiv.org/abs/2603.24477), section 4.1) drops both.",
     arms=(
-        Arm(name=DEFAULT, seeds=MORE_SEEDS),
-        Arm(name="deviation", seeds=MORE_SEEDS, changes=("loss.baseline=mean_std",)),
-        Arm(name="length", seeds=MORE_SEEDS, changes=("loss.aggregation=seq_mean_token_mean",)),
-        Arm(name="both", seeds=MORE_SEEDS, changes=("loss.baseline=mean_std", "loss.aggregation=seq_mean_token_mean")),
+        Arm(name=DEFAULT),
+        Arm(name="deviation", changes=("loss.baseline=mean_std",)),
+        Arm(name="length", changes=("loss.aggregation=seq_mean_token_mean",)),
+        Arm(name="both", changes=("loss.baseline=mean_std", "loss.aggregation=seq_mean_token_mean")),
     ),
     claims=(
         Claim(arm="both", than=DEFAULT, expected="alike"),
         Claim(arm="length", than=DEFAULT, figure="tokens"),
         Claim(arm="deviation", than=DEFAULT, expected="alike"),
     ),
+    seeds=MORE_SEEDS,
     reading="As published: neither the deviation nor the length changes the pass rate by two points, and twelve seeds "
     "are enough to say so. Losses that are averaged within each answer first make answers longer, as "
     "published, but by a fortieth of a token: a worked answer has eight tokens, and the longest that counts "
@@ -177,7 +185,7 @@ ROLLOUTS = 64
 
 def _groups_of(size: int) -> Arm:
     changes = (f"rollouts.group_size={size}", f"rollouts.groups_per_step={ROLLOUTS // size}")
-    return Arm(name=f"groups of {size}", changes=changes, seeds=MORE_SEEDS, line="policy gradient", x=size)
+    return Arm(name=f"groups of {size}", changes=changes, line="policy gradient", x=size)
 
 
 GROUPS = Ablation(
@@ -186,12 +194,13 @@ GROUPS = Ablation(
     "one of sixty-four.",
     published="ScaleRL ([2510.13786](https://arxiv.org/abs/2510.13786), section 5) splits a fixed batch into 8 to 32 "
     "generations a prompt and finds the curves nearly the same.",
-    arms=(Arm(name=DEFAULT, seeds=MORE_SEEDS, line="policy gradient", x=8), *map(_groups_of, (4, 16, 64))),
+    arms=(Arm(name=DEFAULT, line="policy gradient", x=8), *map(_groups_of, (4, 16, 64))),
     claims=(
         Claim(arm="groups of 16", than=DEFAULT, expected="alike"),
         Claim(arm="groups of 4", than=DEFAULT, expected="alike", ours=True),
         Claim(arm="groups of 64", than=DEFAULT, expected="less", ours=True),
     ),
+    seeds=MORE_SEEDS,
     reading="Sixteen rollouts a group end a point and a half below eight, on ten of twelve seeds no higher; the "
     "interval reaches beyond two points, so that neither the same nor worse is shown. Groups of four end "
     "within two points on eleven seeds, and on one (2) in a policy that gets some sums wrong, fifteen points "
@@ -282,11 +291,10 @@ EFFORT = Ablation(
     published="Composer 2 (section 4.2) has such a penalty so that easy requests are answered quickly and hard ones "
     "are thought about; it publishes no trade.",
     arms=(
-        Arm(name=DEFAULT, seeds=MORE_SEEDS),
+        Arm(name=DEFAULT),
         *(
             Arm(
                 name=f"weight {weight:g}",
-                seeds=MORE_SEEDS,
                 changes=(f"effort.weight={weight}", "effort.prices.final_tokens=1.0"),
             )
             for weight in WEIGHTS
@@ -298,6 +306,7 @@ EFFORT = Ablation(
         Claim(arm="weight 0.02", than=DEFAULT, expected="alike", ours=True),
         Claim(arm="weight 0.1", than=DEFAULT, expected="less", ours=True),
     ),
+    seeds=MORE_SEEDS,
     reading="A light penalty shortens answers by a hundredth of a token, which is shown and of no use: answers are of "
     "two kinds, worked out or given at once, and the working is worth more than its few tokens cost. A heavy "
     "one buys a token of eight for sixteen points of the pass rate, since after as many steps more answers "
@@ -332,26 +341,15 @@ REPLAY = Ablation(
     "engine and trainer make RL of MoE models collapse, replayed ones do not. Composer 2 (section 5) replays with a "
     "plausibility filter.",
     arms=(
-        Arm(name="same routers", seeds=DEEPER_SEEDS, start=DEEPER, changes=(*BFLOAT16, "numerics.replay=off")),
-        Arm(
-            name="noise, no replay",
-            seeds=DEEPER_SEEDS,
-            start=DEEPER,
-            changes=(*BFLOAT16, "numerics.replay=off"),
-            router_noise=NOISE,
-        ),
-        Arm(
-            name="noise, replay",
-            seeds=DEEPER_SEEDS,
-            start=DEEPER,
-            changes=(*BFLOAT16, "numerics.replay=completion"),
-            router_noise=NOISE,
-        ),
+        Arm(name="same routers", start=DEEPER, changes=(*BFLOAT16, "numerics.replay=off")),
+        Arm(name="noise, no replay", start=DEEPER, changes=(*BFLOAT16, "numerics.replay=off"), router_noise=NOISE),
+        Arm(name="noise, replay", start=DEEPER, changes=(*BFLOAT16, "numerics.replay=completion"), router_noise=NOISE),
     ),
     claims=(
         Claim(arm="noise, no replay", than="same routers", expected="less"),
         Claim(arm="noise, replay", than="noise, no replay"),
     ),
+    seeds=DEEPER_SEEDS,
     reading="Not as published, at this size: with noise in the engine's routers and no replay the mismatch k3 is "
     "0.01, which replay takes away, and the pass rate is the same with or without either, within half a point "
     "on five seeds. Four layers are few and eighty steps are short; where the mismatch is larger this says "

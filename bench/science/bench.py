@@ -70,7 +70,7 @@ class Trial:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Name the options of the command line."""
     parser.add_argument("--name", default="staleness", metavar="NAME", help=f"the ablation: {', '.join(ABLATIONS)}")
-    parser.add_argument("--seeds", type=int, help="how many of every arm (default: 3, more where a goal is judged)")
+    parser.add_argument("--seeds", type=int, help="how many of every arm (default: the ablation's own numbers)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-science"), help="keeps the trials; goes on")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
 
@@ -102,11 +102,11 @@ def bench_science(
     trials: list[Trial] = []
     skipped: list[int] = []
     with so_far() as measured:
-        most = max(seeds or arm.seeds for arm in ablation.arms)
+        most = max(seeds or ablation.seeds_of(arm) for arm in ablation.arms)
         keys = [*overrides, *ablation.arms[0].start]
         for place, seed in enumerate(usable_seeds(most, keys, cache, learnt, skipped)):
             for arm in ablation.arms:
-                if place < (seeds or arm.seeds):
+                if place < (seeds or ablation.seeds_of(arm)):
                     trials.append(_trial(arm, seed, out, cache, overrides))
                     _say(f"{arm.name}, seed {seed}: {trials[-1].end.sampled:.3f}")
     figures: dict[str, Json] = {
