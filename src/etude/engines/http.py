@@ -358,10 +358,11 @@ async def _send(chunks: AsyncIterator[TokenChunk], response: web.StreamResponse,
 
 def _requiring(key: str) -> Middleware:
     """Reject requests without the key, by a constant-time comparison."""
+    expected = f"Bearer {key}"
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not same_key(request.headers.get("Authorization", ""), f"Bearer {key}"):
+        if not same_key(request.headers.get("Authorization", ""), expected):
             return _error_response(401, WRONG_KEY)
         return await handler(request)
 
