@@ -35,11 +35,9 @@ from etude.dashboard.evaluation import (
 from etude.errors import ConfigError
 from etude.run.evaluate import EvalRequest, Progress, evaluate
 from etude.run.folder import RunFolder
+from etude.run.progress_display import LINE_S
 from etude.run.run_url import is_run_url
 from etude.run.working_folder import open_run_folder
-
-LINES_S = 10.0
-"""Seconds between lines of progress where no terminal shows a bar."""
 
 app = group()
 
@@ -139,7 +137,7 @@ def _tried(folder: RunFolder, request: EvalRequest) -> Evaluation:
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Progress]:
-    """Progress on stderr while the context is open: a bar on a terminal, elsewhere a line every :data:`LINES_S`."""
+    """Progress on stderr while the context is open: a bar on a terminal, elsewhere a line every ``LINE_S``."""
     out = Console(stderr=True)
     if not out.is_terminal:
         yield _progress_lines(title)
@@ -157,14 +155,14 @@ def progress_bar(title: str) -> Iterator[Progress]:
 
 
 def _progress_lines(title: str) -> Progress:
-    """Progress as lines for a log, at most one every :data:`LINES_S`, and one at the end."""
+    """Progress as lines for a log, at most one every ``LINE_S``, and one at the end."""
     started_s = time.monotonic()
     printed_s, printed = -math.inf, -1
 
     def show(ended: int, planned: int) -> None:
         nonlocal printed_s, printed
         now_s = time.monotonic()
-        if ended != printed and (now_s - printed_s >= LINES_S or ended == planned):
+        if ended != printed and (now_s - printed_s >= LINE_S or ended == planned):
             printed_s, printed = now_s, ended
             print(f"[{now_s - started_s:6.0f} s] {title}: {ended} of {planned}", file=sys.stderr, flush=True)
 

@@ -18,7 +18,7 @@ def test_a_log_has_a_line_now_and_then_and_one_at_the_end(capsys: pytest.Capture
 def test_no_line_says_what_the_one_before_did(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluating, "LINES_S", 0.0)
+    monkeypatch.setattr(evaluating, "LINE_S", 0.0)
     with progress_bar("suite") as progress:
         for ended in (0, 1, 1, 2):
             progress(ended, 9)
