@@ -15,6 +15,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from bench.tiny_recipe import GROUP_SIZE, tiny_recipe
 from etude.api.run import open_run
 from etude.api.training import train
 from etude.config.loading import parse_config
@@ -34,7 +35,7 @@ from etude.weights.repair import verify
 from picture import picture
 from waiting import wait_until
 
-STEPS, GROUPS, GROUP_SIZE = 40, 4, 4
+STEPS, GROUPS = 40, 4
 DEATHS = (
     ("serve", signal.SIGKILL),
     ("gateway", signal.SIGKILL),
@@ -52,45 +53,18 @@ pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
 
 def config(heartbeat_timeout_s: float = 900.0, *, replicas: int = 1) -> RunConfig:
-    return parse_config(
-        {
-            "name": "faults",
-            "engine": {"replicas": replicas},
-            "gateway": {"replicas": replicas, "access_log": True},
-            "heartbeat_timeout_s": heartbeat_timeout_s,
-            "tasks": {"options": {"kinds": ["arith"]}},
-            "model": {
-                "shape": {
-                    "hidden_size": 32,
-                    "layers": 1,
-                    "heads": 2,
-                    "kv_heads": 2,
-                    "head_dim": 16,
-                    "experts": 4,
-                    "expert_size": 32,
-                },
-            },
-            "midtrain": {
-                "tokens": 60_000,
-                "batch_tokens": 1000,
-                "warmup_steps": 5,
-                "mixture": {"code": 0.34, "sessions": 0.66},
-            },
-            "rollouts": {
-                "groups_per_step": GROUPS,
-                "group_size": GROUP_SIZE,
-                "max_staleness": 1,
-                "concurrency": 16,
-                "max_attempts": 8,
-            },
-            "trainer": {"steps": STEPS, "mismatch_share": 1.0},
-            # It solves nothing, yet has to learn.
-            "effort": {"weight": 1.0, "prices": {"call_tokens": 0.01, "final_tokens": 0.01}},
-            "eval": {"tasks": 8},
-            "harness": {"options": {"max_turns": 4}},
-        },
-        source="test",
+    tree = tiny_recipe(
+        "faults",
+        engine={"replicas": replicas},
+        gateway={"replicas": replicas, "access_log": True},
+        rollouts={"groups_per_step": GROUPS},
+        harness={"options": {"max_turns": 4}},
+        trainer={"steps": STEPS, "mismatch_share": 1.0},
+        # It solves nothing, yet has to learn.
+        effort={"weight": 1.0, "prices": {"call_tokens": 0.01, "final_tokens": 0.01}},
+        eval={"enabled": True, "tasks": 8},
     )
+    return parse_config({**tree, "heartbeat_timeout_s": heartbeat_timeout_s}, source="test")
 
 
 @pytest.fixture(scope="module")
