@@ -72,8 +72,9 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]])
 
     Returns the exit status of the first that failed, 1 if a signal killed it, and 0 if none failed.
     """
-    ranks = [subprocess.Popen(command, env={**os.environ, **each}) for each in environments]
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
+        ranks.extend(subprocess.Popen(command, env={**os.environ, **each}) for each in environments)
         while True:
             statuses = [rank.poll() for rank in ranks]
             failed = next((status for status in statuses if status), None)

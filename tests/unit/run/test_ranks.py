@@ -28,3 +28,17 @@ def test_ranks_of_one_node_meet_at_a_port_of_their_own() -> None:
     assert [each["RANK"] for each in one] == ["0", "1"]
     assert one[0]["MASTER_PORT"] == one[1]["MASTER_PORT"] != other[0]["MASTER_PORT"]
     assert "RANK" not in os.environ
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_other_running(tmp_path: Path) -> None:
+    command = ["sh", "-c", f"while :; do sleep 0.1; done  # {tmp_path}"]
+    with pytest.raises(ValueError, match="null byte"):
+        run_ranks(command, [{}, {"RANK": "\0"}])
+    assert not any(str(tmp_path).encode() in _command_line(process) for process in Path("/proc").glob("[0-9]*"))
+
+
+def _command_line(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
