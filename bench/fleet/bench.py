@@ -26,7 +26,9 @@ from bench.fleet.machines import Fleet
 from bench.fleet.observed import of_kind
 from bench.fleet.page import CURVE_S, render_page
 from bench.fleet.plan import FaultKind, FleetPlan, short_plan, whole_plan
+from bench.fleet.prediction import prediction
 from bench.loop.busy import LEAST_BUSY
+from bench.plan.comparison import judged
 from bench.report import Goal, envelope
 from bench.starts import prepared_start
 from bench.tables import results_page
@@ -66,6 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Name the options of the command line."""
     parser.add_argument("--seed", type=int, default=0, help="of the run")
     parser.add_argument("--short", action="store_true", help="two regions, a kill and a cut, a tiny model: minutes")
+    parser.add_argument("--calm", action="store_true", help="without faults, and with what a plan predicts of it")
     parser.add_argument(
         "--launcher", choices=LAUNCHERS, default=RAY, help="who places processes: Ray, or the demo's own"
     )
@@ -75,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Json]:
     """Measure with the options of the command line, and write the page."""
     plan = short_plan() if options.short else whole_plan()
-    result = bench_fleet(plan, seed=options.seed, launcher=options.launcher)
+    result = bench_fleet(plan.calm if options.calm else plan, seed=options.seed, launcher=options.launcher)
     options.page.parent.mkdir(parents=True, exist_ok=True)
     options.page.write_text(render_page(result), encoding="utf-8")
     return result | {"page": str(options.page)}
@@ -117,6 +120,8 @@ def table(result: dict[str, Json]) -> str:
     regions = result["regions"]
     assert isinstance(regions, list)
     notes = [f"{row['region']}: {_words(row)}" for row in regions if isinstance(row, dict)]
+    if isinstance(plan := result["plan"], dict):
+        notes.append(f"planned: {_words(plan)}")
     return results_page(result, _COLUMNS, notes=[*notes, f"placed by: {result['launcher']}", f"page: {result['page']}"])
 
 
@@ -126,6 +131,7 @@ def summary(log: DemoLog, plan: FleetPlan) -> dict[str, Json]:
     shares = figures.busy_shares(log.events, log.records, plan)
     published = figures.published_bytes(log.events)
     cut = figures.around_cut(log.events, log.records, plan)
+    predicted = prediction(log, plan)
     return {
         "finished": log.status is not None,
         "run_seconds": round(log.seconds, 1),
@@ -145,8 +151,10 @@ def summary(log: DemoLog, plan: FleetPlan) -> dict[str, Json]:
             }
             for region in plan.regions
         ],
+        "plan": None if predicted is None else predicted.row(),
         "findings": [f"{goal}: {text}" for goal, texts in log.findings.items() for text in texts],
-        "goals": _goals(log, plan, lags, shares, published),
+        "goals": _goals(log, plan, lags, shares, published)
+        | judged([predicted] if predicted else [], "a plan knows no faults: `--calm` leaves them out"),
     }
 
 
@@ -188,7 +196,7 @@ def _goals(
 def _over(kind: FaultKind, log: DemoLog, plan: FleetPlan) -> tuple[float | None, str]:
     """How long a fault was felt; without a figure, why."""
     if not any(fault.kind is kind for fault in plan.faults):
-        return None, "not in the short demo"
+        return None, "not in this demo"
     record = next((each for each in log.records if each.fault.kind is kind), None)
     if record is None:
         return None, "the run was over before"

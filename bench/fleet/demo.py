@@ -148,8 +148,7 @@ class Demo:
     # ── processes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start_home(self, toml: Path) -> subprocess.Popen[bytes]:
-        own = (*starting_from(self._start), *self._plan.settings, f"trainer.steps={self._plan.steps}")
-        settings = [word for setting in own for word in ("--set", setting)]
+        settings = [word for key in (*starting_from(self._start), *run_keys(self._plan)) for word in ("--set", key)]
         where = ["--at", self._fleet.url, "--fleet", str(toml), "--ledger", self._fleet.ledger]
         command = [*etude("run"), str(RECIPE), "--seed", str(self._seed), *where, *settings]
         return self._fleet.start(HOME, command, self._log_file(HOME))
@@ -256,6 +255,11 @@ class Demo:
         self._log.link_bytes = {region.name: self._fleet.traffic_bytes(region.name) for region in self._plan.regions}
         if self._log.status is not None:
             self._log.findings = audit_at_home(self._fleet, self._scratch)
+
+
+def run_keys(plan: FleetPlan) -> tuple[str, ...]:
+    """``SECTION.KEY=VALUE`` of the demo's run over its recipe, except the model that it starts from."""
+    return *plan.settings, f"trainer.steps={plan.steps}"
 
 
 def etude(*words: str) -> list[str]:

@@ -8,7 +8,7 @@ south 250 ms
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import combinations
 
@@ -89,6 +89,11 @@ class FleetPlan:
     """All others."""
     is_whole: bool = True
     """True if it trains what the recipe does, so that its pass rate can be compared."""
+
+    @property
+    def calm(self) -> "FleetPlan":
+        """The same without faults."""
+        return replace(self, faults=())
 
     @property
     def home(self) -> Region:

@@ -11,12 +11,12 @@ else the machine does meanwhile makes a difference: leave it alone.
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from bench.options import names
-from bench.report import Goal, envelope, so_far
+from bench.plan.comparison import Comparison, judged
+from bench.report import envelope, so_far
 from bench.starts import prepared_start, starting_from
 from bench.tables import results_page
 from bench.trials.trials import finished_run
@@ -39,45 +39,6 @@ CASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Case → what it changes of the recipe."""
-BUSY_ERROR = Goal("busy_error", "at most", 0.1)
-"""The largest difference between a predicted busy share and the measured one, of trainer or engines."""
-STEP_TIME_ERROR = Goal("step_time_error", "at most", 0.1)
-"""The largest difference between predicted and measured seconds of a step, as a share of the measured ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One case."""
-
-    case: str
-    measured: RunFigures
-    predicted: RunFigures
-
-    @property
-    def busy_error(self) -> float:
-        """In shares of the time."""
-        return max(
-            abs(self.predicted.trainer_busy - self.measured.trainer_busy),
-            abs(self.predicted.engine_busy - self.measured.engine_busy),
-        )
-
-    @property
-    def step_time_error(self) -> float:
-        """As a share of the measured time."""
-        return abs(self.predicted.step_s / self.measured.step_s - 1)
-
-    def row(self) -> dict[str, Json]:
-        """For people and programs."""
-        return {
-            "contestant": self.case,
-            "step_s": round(self.measured.step_s, 3),
-            "step_s_predicted": round(self.predicted.step_s, 3),
-            "trainer": round(self.measured.trainer_busy, 3),
-            "trainer_predicted": round(self.predicted.trainer_busy, 3),
-            "engines": round(self.measured.engine_busy, 3),
-            "engines_predicted": round(self.predicted.engine_busy, 3),
-            "steps": self.measured.steps,
-        }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -115,12 +76,8 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
                     predicted=RunFigures.of_events(predicted.logged, skipped=skipped),
                 )
             )
-    goals: dict[str, Json] = {
-        BUSY_ERROR.name: BUSY_ERROR.judge_worst({each.case: each.busy_error for each in compared}),
-        STEP_TIME_ERROR.name: STEP_TIME_ERROR.judge_worst({each.case: each.step_time_error for each in compared}),
-    }
     rows: list[Json] = [each.row() for each in compared]
-    return envelope("plan", time.perf_counter() - started_s, {"results": rows, "goals": goals},
+    return envelope("plan", time.perf_counter() - started_s, {"results": rows, "goals": judged(compared)},
                     interrupted=state.interrupted)  # fmt: skip
 
 

@@ -54,6 +54,8 @@ class RegionModel:
     """Round-trip time from home."""
     arrival_s: float = 0.0
     """From a version's publication until it is in the region's own store."""
+    shares_cores: bool = False
+    """Its engines compute on the processors of trainer, agents and graders."""
     lent: "Lent | None" = None
     """Engines that are available only at times; ``None``: all are always available."""
 
@@ -131,7 +133,7 @@ class SimulatedRun:
         self.random = Random(seed)
         engines = sum(model.engines for model in regions)
         self.processors = Processors(calibration.cores)
-        """Processors that trainer, agents, graders and, on one machine, engines share."""
+        """Processors that trainer, agents, graders, and engines of a region that says so, share."""
         self.regions = {
             model.name: ModelledRegion(
                 model.name,
@@ -139,7 +141,7 @@ class SimulatedRun:
                 engines=model.engines,
                 rtt_s=model.rtt_s,
                 places=-(-config.rollouts.concurrency * model.engines // engines),
-                processors=self.processors if len(regions) == 1 else Processors(calibration.cores),
+                processors=self.processors if model.shares_cores else Processors(calibration.cores),
             )
             for model in regions
         }

@@ -6,6 +6,7 @@ import pytest
 
 from bench.memory import bench as memory
 from bench.plan import bench as plan
+from bench.plan.comparison import Comparison
 from bench.roofline import bench as roofline
 from etude.errors import UserError
 from etude.simulation.figures import RunFigures
@@ -33,7 +34,7 @@ def test_a_prediction_is_held_against_what_happened() -> None:
         return RunFigures(steps=5, step_s=step_s, trainer_busy=trainer, engine_busy=engine, engine_s=1.0,
                           tokens_per_step=1.0, token_ages=(1,))  # fmt: skip
 
-    compared = plan.Comparison(case="x", measured=figures(4.0, 0.5, 0.6), predicted=figures(5.0, 0.45, 0.8))
+    compared = Comparison(case="x", measured=figures(4.0, 0.5, 0.6), predicted=figures(5.0, 0.45, 0.8))
     assert compared.step_time_error == pytest.approx(0.25)
     assert compared.busy_error == pytest.approx(0.2)
     assert compared.row()["engines_predicted"] == 0.8

@@ -31,7 +31,7 @@ CALIBRATION = RunCalibration(
     call_s=0.05,
     workload=Workload(((WORK, WORK),)),
 )
-HERE = [RegionModel(name="here", engines=1)]
+HERE = [RegionModel(name="here", engines=1, shares_cores=True)]
 PROMPT = np.array([100], np.int32)
 
 
@@ -243,6 +243,19 @@ def test_a_calibration_tells_work_from_waiting_for_processors() -> None:
     )
     assert foreseen.step_s == pytest.approx(figures.step_s, rel=0.1)
     assert foreseen.engine_busy == pytest.approx(figures.engine_busy, abs=0.1)
+
+
+def test_regions_may_share_processors_which_then_take_turns() -> None:
+    speeds = replace(CALIBRATION, engine=CALIBRATION.engine.scaled(8.0), cores=1.0)
+    config = recipe(staleness=1)
+    apart, shared = (
+        RunFigures.of_events(
+            simulate(config, speeds, [RegionModel(name=name, engines=1, shares_cores=shares) for name in "ab"]).logged,
+            skipped=2,
+        )
+        for shares in (False, True)
+    )
+    assert shared.step_s > 1.2 * apart.step_s
 
 
 def test_too_short_a_run_is_refused() -> None:

@@ -139,7 +139,7 @@ def regions_of(config: RunConfig, fleet: Path | None, links: Sequence[str]) -> l
     if fleet is None:
         if links:
             raise ConfigError(f"--link {links[0]}: one machine has no links; name a fleet with --fleet")
-        return [RegionModel(name=HERE, engines=config.engine.replicas)]
+        return [RegionModel(name=HERE, engines=config.engine.replicas, shares_cores=True)]
     engines = {region.name: region.engines for region in load_fleet(fleet).regions if region.engines}
     times = dict(parse_link(link) for link in links)
     if unknown := sorted(set(times) - set(engines)):

@@ -1,7 +1,9 @@
 """`bench fleet`: when a fault is over, and what events come to."""
 
+from dataclasses import replace
+
 from bench.fleet.bench import summary, table
-from bench.fleet.demo import DemoLog, fleet_toml
+from bench.fleet.demo import RECIPE, DemoLog, fleet_toml, run_keys
 from bench.fleet.figures import (
     FaultRecord,
     around_cut,
@@ -12,6 +14,12 @@ from bench.fleet.figures import (
 )
 from bench.fleet.page import render_page
 from bench.fleet.plan import EAST, EU, FaultKind, PlannedFault, short_plan, whole_plan
+from bench.fleet.prediction import prediction
+from etude.config.loading import load_recipe
+from etude.simulation.calibration import RunCalibration, TrainerTimes
+from etude.simulation.engine import EngineRates
+from etude.simulation.run import RegionModel, simulate, skipped_steps
+from etude.simulation.workload import RolloutWork, Workload
 from etude.telemetry.events import EngineStats, Event, Logged, StepDone, WeightsPublished, WeightsSwapped
 
 PLAN = short_plan()
@@ -124,3 +132,19 @@ def test_what_was_not_measured_is_no_goal_met() -> None:
     }
     assert "NOT met" in table(whole)
     assert "<h2>Regions</h2>" in render_page(whole)
+
+
+def test_a_calm_demo_is_held_against_its_plan_and_one_with_faults_is_not() -> None:
+    plan = replace(PLAN.calm, steps=10)
+    config = load_recipe(RECIPE, run_keys(plan))
+    rates = EngineRates(step_s=0.002, sequence_s=0.0001, prompt_s=0.00002, max_running=32)
+    trainer = TrainerTimes(fixed_s=1.0, token_s=0.0, save_s=0.05, publish_s=0.1)
+    work = RolloutWork(turns=2, sampled_tokens=30, prompt_tokens=100, sandbox_s=0.05, tools_s=0.2, grading_s=0.2)
+    speeds = RunCalibration(engine=rates, trainer=trainer, swap_s=0.2, call_s=0.05, workload=Workload(((work, work),)))
+    regions = [RegionModel(name=each.name, engines=1, rtt_s=each.rtt_s) for each in plan.regions]
+    events = simulate(config, speeds, regions).all
+    compared = prediction(DemoLog(events=events, status=0), plan)
+    assert compared is not None and compared.measured.steps == plan.steps - 2 * skipped_steps(config)
+    assert compared.step_time_error < 0.2
+    assert prediction(DemoLog(events=events, status=0), PLAN) is None
+    assert prediction(DemoLog(events=events), plan) is None
