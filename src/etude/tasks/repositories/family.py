@@ -20,8 +20,8 @@ from etude.sandboxes.images.store import ImageStore
 from etude.tasks.corpora.transcripts import Message
 from etude.tasks.heldout import in_turns
 from etude.tasks.repositories.folder import RepositoryTasks
-from etude.tasks.repositories.library import library_functions
-from etude.tasks.repositories.mutations import mutants
+from etude.tasks.repositories.library import LibraryFunctions
+from etude.tasks.repositories.mutations import Mutant, mutants, unproved_mutants
 from etude.tasks.repositories.spans import Function, SourceText, apply, last_line
 from etude.types import Split, Task
 
@@ -59,7 +59,7 @@ class Repair:
 
     def edit(self, line: str) -> Message:
         """The agent's message that writes ``line`` at this position."""
-        return Message("assistant", f"{tools.EDIT} {self.path} {self.line}\n{line}")
+        return _edit(self.path, self.line, line)
 
 
 def open_repositories(options: RepositoryOptions, context: FamilyContext) -> TaskFamily:
@@ -112,8 +112,8 @@ class RepairDemonstrations:
         self._tasks = tasks
         self._options = options
         self._split = split
-        self._by_function: dict[int, Sequence[Repair]] = {}
-        """Repairs in functions of the standard library that were drawn before, by their place."""
+        self._by_function: dict[tuple[str, int], Sequence[Repair]] = {}
+        """Repairs in functions of the standard library that were drawn before, by file and line."""
 
     def code(self, rng: Random) -> str | list[Message]:
         """A right function as the agent sees it; elsewhere, an exercise."""
@@ -134,16 +134,17 @@ class RepairDemonstrations:
         return [*messages, repair.edit(line), Message("user", tools.OK), Message("assistant", tools.SUBMIT)]
 
     def _exercise(self, rng: Random) -> list[Message]:
-        """Several bugs in a function, all repaired, in any order: many edits for one reading. The prompt differs from a
-        task's, so that a session still ends after one edit.
+        """A function with several bugs, of which every line is written again, right, in any order: much copying for one
+        reading. The prompt differs from a task's, so that a session still ends after one edit.
         """
         repairs = self._elsewhere(rng)
-        chosen = rng.sample(repairs, min(len(repairs), rng.randint(1, MOST_BUGS)))
-        first = chosen[0]
-        messages = [Message("user", f"{ask(first.function, first.path, first.first)} {ALL}")]
-        messages += _reading(first, _shown(first, {repair.line: rng.choice(repair.mistakes) for repair in chosen}))
-        for repair in chosen:
-            messages += [repair.edit(repair.right), Message("user", tools.OK)]
+        one = repairs[0]
+        bugs = rng.sample(repairs, min(len(repairs), rng.randint(1, MOST_BUGS)))
+        numbers = [number for number in range(one.first, len(one.lines) + 1) if one.lines[number - 1].strip()]
+        messages = [Message("user", f"{ask(one.function, one.path, one.first)} {ALL}")]
+        messages += _reading(one, _shown(one, {bug.line: rng.choice(bug.mistakes) for bug in bugs}))
+        for number in rng.sample(numbers, len(numbers)):
+            messages += [_edit(one.path, number, one.lines[number - 1]), Message("user", tools.OK)]
         return [*messages, Message("assistant", tools.SUBMIT)]
 
     def _is_elsewhere(self, rng: Random) -> bool:
@@ -155,14 +156,19 @@ class RepairDemonstrations:
 
     def _elsewhere(self, rng: Random) -> Sequence[Repair]:
         """The repairs of a function of the standard library that has any."""
-        functions = library_functions()
         while True:
-            index = rng.randrange(len(functions))
-            if index not in self._by_function:
-                source, function = functions[index]
-                self._by_function[index] = [*_repairs_of(source, function, self._fewest, last_line(function.node))]
-            if self._by_function[index]:
-                return self._by_function[index]
+            source, function = self._library.draw(rng)
+            key = source.path, function.line
+            if key not in self._by_function:
+                bugs = _mistakes(source, function, unproved_mutants(source, function))
+                repairs = _repairs_of(source, function, bugs, self._fewest, last_line(function.node))
+                self._by_function[key] = [*repairs]
+            if self._by_function[key]:
+                return self._by_function[key]
+
+    @cached_property
+    def _library(self) -> LibraryFunctions:
+        return LibraryFunctions()
 
     @property
     def _fewest(self) -> int:
@@ -190,6 +196,10 @@ class RepairDemonstrations:
 def ask(function: str, path: str, line: int) -> str:
     """The prompt of a brief task."""
     return f"fix {function} in {path} {line}"
+
+
+def _edit(path: str, number: int, line: str) -> Message:
+    return Message("assistant", f"{tools.EDIT} {path} {number}\n{line}")
 
 
 def _reading(repair: Repair, shown: str) -> list[Message]:
@@ -224,20 +234,24 @@ def _repairs(source: SourceText, heldout: set[str], fewest: int) -> Iterator[Rep
     ]
     for function in functions:
         if function.top not in heldout and not any(line in _view(function) for line in hidden):
-            yield from _repairs_of(source, function, fewest)
+            bugs = _mistakes(source, function, mutants(source, function))
+            yield from _repairs_of(source, function, bugs, fewest)
 
 
 def _heldout_repairs(source: SourceText, heldout: set[str], fewest: int) -> Iterator[Repair]:
     """Repairs in held-out functions."""
     for function in source.functions():
         if function.top in heldout:
-            yield from _repairs_of(source, function, fewest)
+            bugs = _mistakes(source, function, mutants(source, function))
+            yield from _repairs_of(source, function, bugs, fewest)
 
 
-def _repairs_of(source: SourceText, function: Function, fewest: int, end: int | None = None) -> Iterator[Repair]:
-    """Repairs in a function, of lines with at least ``fewest`` mistakes, in a file that has no line after ``end``."""
+def _repairs_of(
+    source: SourceText, function: Function, bugs: Mapping[int, list[str]], fewest: int, end: int | None = None
+) -> Iterator[Repair]:
+    """Repairs in a function, of lines with at least ``fewest`` bugs, in a file that has no line after ``end``."""
     lines = tuple(source.text.split("\n")[:end])
-    for line, mistakes in _mistakes(source, function).items():
+    for line, mistakes in bugs.items():
         if line in _view(function) and len(mistakes) >= fewest:
             yield Repair(
                 path=source.path,
@@ -254,16 +268,18 @@ def _view(function: Function) -> range:
     return range(_first(function), _first(function) + tools.WINDOW_LINES)
 
 
-def _mistakes(source: SourceText, function: Function) -> Mapping[int, list[str]]:
+def _mistakes(source: SourceText, function: Function, bugs: Iterator[Mutant]) -> Mapping[int, list[str]]:
     """Line number in the function → wrong versions of that line."""
     mistakes: dict[int, list[str]] = {}
-    for mutant, _ in zip(mutants(source, function), range(PLACES_PER_FUNCTION), strict=False):
+    for mutant, _ in zip(bugs, range(PLACES_PER_FUNCTION), strict=False):
         edit = mutant.edit
         if "\n" not in source.text[edit.start : edit.end] + edit.text:
             start = source.line_start(mutant.line)
             right = source.line(mutant.line).rstrip("\r\n")
             here = replace(edit, start=edit.start - start, end=edit.end - start)
-            mistakes.setdefault(mutant.line, []).append(apply(right, [here]))
+            wrong = apply(right, [here])
+            if wrong != right:
+                mistakes.setdefault(mutant.line, []).append(wrong)
     return mistakes
 
 
