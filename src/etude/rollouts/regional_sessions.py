@@ -6,7 +6,7 @@
 - produces: sessions, each of one region; events that say how regions are used
 - waits for: a region that may have the session, as long as the caller waits
 - woken by: a report that changes something, a session that ends, a region that is lost; every ``LOOK_S`` while one has
-  no place or its region is away, as waits also end by time
+  no place or its region is unavailable, as waits also end by time
 - on shutdown: nothing to do; sessions belong to their openers
 
 :mod:`etude.fleet.regions` decides. An unreachable region is excluded until its next report, and sessions are opened
