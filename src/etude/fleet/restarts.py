@@ -84,7 +84,7 @@ class Restarts:
         return len(self._silences)
 
     def ended(self, status: int | None, now_s: float, *, ends: bool) -> Outcome:
-        """Decide about an end with ``status``, or ``None`` for a process that vanished without one; call once per end."""
+        """Decide about an end with ``status``, or ``None`` if the process vanished; call once per end."""
         if status == ExitCode.DONE and ends:
             return Outcome.DONE
         if status == ExitCode.USER_ERROR:

@@ -41,7 +41,8 @@ class GroupMember:
 
     def rendezvous(self, host: str) -> dict[str, str]:
         """Environment variables by which the ranks on each machine find the others, if the first member runs at
-        ``host``."""
+        ``host``.
+        """
         return {
             "PET_NNODES": str(self.size),
             "PET_NODE_RANK": str(self.rank),

@@ -76,7 +76,8 @@ class Observed:
 
 def lasting_changes(before: FleetConfig, after: FleetConfig) -> Sequence[str]:
     """Keys of a fleet that differ between two specs but may not change during a run: processes read them at their
-    start."""
+    start.
+    """
     places = [{region.name: region.store for region in fleet.regions} for fleet in (before, after)]
     lasting = {name: (getattr(before, name), getattr(after, name)) for name in ("launcher", "home", "options")}
     lasting["trainer"] = before.trainer, after.trainer

@@ -67,7 +67,8 @@ class RolloutLimits:
     @classmethod
     def of(cls, config: RolloutConfig, harness: HarnessConfig | None = None) -> Self:
         """Limits of a recipe. A built-in ``harness`` may be inactive for as long as the deadlines of its operations
-        allow."""
+        allow.
+        """
         return cls(
             start_s=config.start_timeout_s,
             commands_s=config.timeout_s,
@@ -78,7 +79,8 @@ class RolloutLimits:
 
 def _longest_silence_s(config: RolloutConfig, harness: HarnessConfig | None) -> float:
     """Longest time in seconds between a harness's calls to the sandbox: several turns with malformed calls; a single
-    turn; or all the time of a third-party environment, whose process may have to start first."""
+    turn; or all the time of a third-party environment, whose process may have to start first.
+    """
     match None if harness is None else harness.options:
         case CodingOptions() as options:
             return (options.max_turns + 1) * options.turn_timeout_s
@@ -118,7 +120,8 @@ class AgentTime:
 
     async def wait(self, work: Awaitable[T]) -> T:
         """The result of ``work``. Raises :class:`~etude.errors.InfrastructureError` if there is no activity for too
-        long."""
+        long.
+        """
         try:
             async with self._deadline:
                 self.sign_of_life()
@@ -243,7 +246,8 @@ class BoundedSandbox:
 
     async def snapshot(self) -> Image:
         """A snapshot of the files; refused if rollouts fork: the image would contain effects that a fork has not
-        replayed yet."""
+        replayed yet.
+        """
         if self._may_fork:
             raise Unsupported(NO_COPY)
         return await self._bounded(COPIES_S, "a snapshot", self._sandbox.snapshot())

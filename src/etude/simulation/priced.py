@@ -179,7 +179,8 @@ class Fleet:
     @classmethod
     def of(cls, config: RunConfig, spec: ModelSpec, plan: PricedPlan) -> "Fleet":
         """The fleet of a resolved recipe. Raises :class:`~etude.errors.ConfigError` if the engines cannot hold the
-        model."""
+        model.
+        """
         engines = tuple(region.engines for region in plan.regions) or (config.engine.replicas,)
         sizes = ModelSizes.of(spec)
         fleet = cls(config=config, spec=spec, sizes=sizes, plan=plan, ranks=config.parallel.ranks, engines=engines)
