@@ -29,7 +29,7 @@ CALLS = 12
 PLACES = 100
 """Sandboxes of a host."""
 BATCH, PROBES = 500, 100
-"""Choices that are timed together; probes of one outage, likewise."""
+"""Choices that are timed together, and probes of one outage that are."""
 
 
 def measure_choices(*, rounds: int, scale: float = 1.0) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 Figure: TypeAlias = Literal["sampled", "tokens"]
 """A figure of a trial's end on held-out tasks: pass rate at temperature 1, mean length of an answer."""
 Expected: TypeAlias = Literal["more", "less", "alike"]
-"""How two arms compare; ``alike``: within :data:`ALIKE`."""
+"""Comparison of two arms; ``alike``: within :data:`ALIKE`."""
 WORDS: Mapping[tuple[Figure, Expected], str] = MappingProxyType(
     {
         ("sampled", "more"): "a higher pass rate than",
@@ -23,7 +23,7 @@ WORDS: Mapping[tuple[Figure, Expected], str] = MappingProxyType(
         ("tokens", "less"): "shorter answers than",
     }
 )
-"""How a comparison is said."""
+"""Words for a comparison."""
 DEFAULT = "default"
 """The arm that changes nothing: the laboratory's recipe."""
 
@@ -36,7 +36,7 @@ class Arm:
     changes: tuple[str, ...] = ()
     """``SECTION.KEY=VALUE``, of reinforcement learning."""
     start: tuple[str, ...] = ()
-    """Likewise, of mid-training and the model."""
+    """Recipe keys of mid-training and the model, for the same purpose."""
     seeds: int | None = None
     """Seeds on which it is trained; ``None``: the ablation's number."""
     router_noise: float = 0.0
@@ -49,7 +49,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What is published, or guessed, as a comparison of two arms."""
+    """A published or assumed comparison of two arms."""
 
     arm: str
     than: str
@@ -76,15 +76,15 @@ class Ablation:
     title: str
     question: str
     published: str
-    """What others report, and where."""
+    """Published results and their sources."""
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...]
     seeds: int = 8
     """Seeds of its arms, but for those that have a number of their own."""
     reading: str = ""
-    """What came of it, in words; the figures are the bench's."""
+    """The outcome in words; the figures are from the bench."""
     axis: str = "steps"
-    """What lies across the plot."""
+    """Quantity on the horizontal axis of the plot."""
 
     def seeds_of(self, arm: Arm) -> int:
         """The number of seeds on which an arm is trained."""
@@ -408,4 +408,4 @@ ELSEWHERE = (
         "[numerics.md](numerics.md)",
     ),
 )
-"""Question, what is published, bench and document of ablations that take whole runs."""
+"""Question, published result, bench and document of ablations that take whole runs."""
