@@ -42,7 +42,7 @@ NO_SPARES: Mapping[str, str] = {"RAY_prestart_worker_first_driver": "0", "RAY_en
 """No workers before there are actors for them: by default a node has one ready for each of its processors."""
 LEAN = ("--disable-usage-stats", "--include-log-monitor", "false")
 LEAN_HEAD = ("--no-monitor", "--include-dashboard", "false")
-"""Options that disable unused parts: log transfer to drivers, autoscaler, dashboard. These take half of a node's start."""
+"""Options that disable log transfer to drivers, autoscaler and dashboard, which take half of a node's start."""
 
 
 def missing() -> str | None:

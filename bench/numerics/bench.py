@@ -115,7 +115,7 @@ class Row:
     """Mean of |d|."""
     mismatch: Mismatch | None = None
     flipped: Mismatch | None = None
-    """Mismatch over only those tokens that the trainer's plain forward pass sends to other experts than the engine did."""
+    """Mismatch over those tokens that the trainer's plain forward pass sends to other experts than the engine did."""
     missing: str | None = None
     """Why there is no figure."""
 

@@ -19,7 +19,8 @@ Settings: TypeAlias = dict[str, str | int | float | bool]
 """Setup of a contestant, for reports."""
 
 SHORTEST, MEDIAN, SPREAD = 32, 180, 0.6
-"""Minimum, median and spread of the log-normal lengths of sequences, as in rollouts: most are short, some several times as long."""
+"""Minimum, median and spread of the log-normal lengths of sequences, as in rollouts: most are short, some several times
+as long."""
 SAMPLED_SHARE = 0.4
 """Tokens that a model sampled, which alone have a loss; they come in turns."""
 TURN = 20

@@ -160,7 +160,7 @@ class FireworksContestant:
     format: str
     """``arc_v2`` or ``arc_v3``."""
     lateness: float = 1.5
-    """Maximum time ratio of the other calls to the first."""
+    """Time limit of the other encodings, as a multiple of the first one's time."""
     package: str = "fireworks_delta_compression"
 
     @property
