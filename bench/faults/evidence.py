@@ -86,7 +86,7 @@ def read_weights(folder: RunFolder) -> Weights:
 
 
 def lineage_digest(folder: RunFolder) -> str:
-    """Digest of what the newest checkpoint would publish. Raises :class:`~etude.errors.DamagedError` if there is none."""
+    """Digest of what the newest checkpoint would publish. Raises :class:`~etude.errors.DamagedError` without one."""
     config = folder.config()
     spec = load_spec(folder.model)
     model = training_model(spec, config.numerics, "cpu")

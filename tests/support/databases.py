@@ -106,7 +106,7 @@ def ask(server: Path, *scripts: str, user: str = "postgres", database: str = "ap
 
 
 def verdict(server: Path, setup: str, checks: QueryChecks, migration: str, *, patient: bool = True) -> MigrationResult:
-    """Query results of a grader in an empty database that ``setup`` fills.
+    """A grader's result, from the same queries, in an empty database that ``setup`` fills.
 
     Without ``patient``, the queries end with the right answers before the first wrong one.
     """

@@ -31,7 +31,7 @@ TASK = Task(
     ),
 )
 IMPATIENT = aiohttp.ClientTimeout(total=0.5)
-"""Timeout of the callers' connections: must be longer than any turn."""
+"""Timeout of the callers' own connections, which must not limit the time of a turn."""
 HANG_UP = 0
 """A status that stands for closing the connection."""
 

@@ -22,7 +22,7 @@ def children(process: int | None) -> list[int]:
 
 
 async def settled(look: Callable[[], T]) -> T:
-    """A result that is read twice in a row: a process that is just being created is not yet connected to another one."""
+    """A result that is read twice in a row: a process that is just being created has no connection yet."""
     before, now = None, look()
     while before != now:
         await asyncio.sleep(0.5)
