@@ -70,7 +70,7 @@ class Rival:
             async with asyncio.timeout(deadline_s):
                 line = await self._requests.readline()
         except TimeoutError as error:
-            raise self._failure(f"said nothing for {deadline_s:g} s") from error
+            raise self._failure(f"no message for {deadline_s:g} s") from error
         if line:
             message = json.loads(line)
             assert isinstance(message, dict)

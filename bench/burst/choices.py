@@ -76,7 +76,7 @@ def _host_table(hosts: int) -> Iterator[tuple[str, float]]:
 
     def place(images: Iterator[str]) -> float:
         for number in range(hosts):
-            table.heard(f"http://host-{number}", report, 0.0)
+            table.record_report(f"http://host-{number}", report, 0.0)
         return _timed_us(BATCH, lambda: [table.choose(next(images), 0.0) for _ in range(BATCH)])
 
     place(repeat("image"))

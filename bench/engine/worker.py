@@ -144,7 +144,7 @@ class Worker:
     def _failure(self, what: str) -> InfrastructureError:
         self._end()  # it may still be writing its traceback
         tail = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        last = tail.splitlines()[-1] if tail else "it said nothing"
+        last = tail.splitlines()[-1] if tail else "no output"
         sys.stderr.write(f"{tail}\n")
         return InfrastructureError(f"{self._name} {what}: {last}")
 

@@ -200,6 +200,4 @@ class Server:
                 time.sleep(POLL_S)
         tail = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
         sys.stderr.write(f"{tail}\n")
-        raise InfrastructureError(
-            f"{self._name} does not serve: {tail.splitlines()[-1] if tail else 'it said nothing'}"
-        )
+        raise InfrastructureError(f"{self._name} does not serve: {tail.splitlines()[-1] if tail else 'no output'}")

@@ -1,6 +1,6 @@
 """The choice of a region for a new session, and of the weight version at which rollouts are admitted. Pure.
 
-    reports of regions ──▶ Regions ──heard──▶ admission: the window of docs/control.md
+    reports of regions ──▶ Regions ──admitted_version──▶ admission: the window of docs/control.md
                               │ ──choose─▶ the region of one session, or none yet
     sessions that end ────────┘
 
@@ -102,15 +102,15 @@ class Regions:
         self._regions = {name: _RegionRecord(name=name) for name in names}
         if not self._regions:
             raise ValueError("a run has at least one region")
-        self._heard = -1
+        self._admitted_version = -1
 
     @property
-    def heard(self) -> int:
+    def admitted_version(self) -> int:
         """The newest weight version that enough capacity serves, at which rollouts may be admitted; −1 before any.
 
         It never decreases: if the capacity that serves it is lost, sessions wait.
         """
-        return self._heard
+        return self._admitted_version
 
     def report(self, name: str, report: RegionReport, now: float) -> None:
         """Process a region's report."""
@@ -118,9 +118,9 @@ class Regions:
         if self._is_away(region, now):
             region.late_since_s = None  # the region gets the full waiting time again, from now on
         region.report, region.heard_s = report, now
-        self._heard = max(self._heard, self._served_by_quorum(now))
+        self._admitted_version = max(self._admitted_version, self._served_by_quorum(now))
         for each in self._present(now):
-            if each.report.version >= self._heard:
+            if each.report.version >= self._admitted_version:
                 each.late_since_s = None
             elif each.late_since_s is None:
                 each.late_since_s = now

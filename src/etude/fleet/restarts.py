@@ -94,7 +94,7 @@ class Restarts:
         self._deaths = [*(at_s for at_s in self._deaths if now_s - at_s < DEATHS_WINDOW_S), now_s]
         return Outcome.TOO_MANY_DEATHS if len(self._deaths) > MAX_DEATHS else Outcome.RESTART
 
-    def silent(self, silent_s: float, now_s: float) -> bool:
+    def record_silence(self, silent_s: float, now_s: float) -> bool:
         """Count a missing heartbeat for which a process was killed; true if it recurs with each start."""
         window_s = SILENCES_WINDOW * silent_s
         self._silences = [*(at_s for at_s in self._silences if now_s - at_s < window_s), now_s]

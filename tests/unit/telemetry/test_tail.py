@@ -102,7 +102,7 @@ def test_a_sink_that_is_away_gets_its_events_later(tmp_path: Path) -> None:
     is_away.clear()
     finished(thread)
     assert sink.taken == [event for _, event in STEPS]
-    assert messages == [("it is away, and gets events later: ConnectionError: no route", 0)]
+    assert messages == [("unavailable, gets these events later: ConnectionError: no route", 0)]
 
 
 def test_what_a_sink_has_not_got_at_the_end_is_there_for_the_next_start(tmp_path: Path) -> None:
