@@ -131,7 +131,7 @@ def test_a_sink_that_raises_loses_that_event_and_says_so(tmp_path: Path) -> None
     finished(fed(tmp_path, sink, messages))
     assert len(sink.taken) == 4
     assert tries.count(STEPS[2][1]) == tail.TRIES
-    assert messages == [("it does not take an event: ZeroDivisionError: division by zero", 1)]
+    assert messages == [("does not accept an event: ZeroDivisionError: division by zero", 1)]
 
 
 def test_lines_of_json_have_every_event(tmp_path: Path) -> None:
