@@ -185,7 +185,7 @@ def test_where_none_is_free_a_session_is_waited_for_as_long_as_it_had_been_open(
                 sessions.report(name, RegionReport(version=1, places=0))
         began_s, ends = LoopClock().now(), {}
         for name, session in (("young", young), ("old", old)):
-            with pytest.raises(SessionLost, match=f"region {region} has been out of reach"):
+            with pytest.raises(SessionLost, match=f"region {region} has been unreachable"):
                 await sessions.lost(session.session_id)
             ends[name] = LoopClock().now() - began_s
         assert 3 < ends["young"] < 4 and 20 < ends["old"] < 21
