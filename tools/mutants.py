@@ -8,14 +8,17 @@
 :mod:`etude.tasks.repositories.mutations`. pytest imports and collects the tests of a core once. A fork of that process
 runs them and notes which functions each of them calls. Then, for each mutant, another fork puts the mutant's code into
 the function object and runs the tests that call it, the quickest first, until one fails. A mutant that no test calls
-survives. Prints one JSON object with the diffs of survivors; the exit status is 1 if a core is below ``KILLED_SHARE``.
+survives. Mutants that ``mutants.toml`` lists as equivalent, with the reason, are not run.
+Prints one JSON object with the survivors; the exit status is 1 if a core is below ``KILLED_SHARE``.
 ``--out`` keeps verdicts, so that a later call does not repeat mutants that were killed.
 
-Not mutated: code outside of functions, functions that Numba compiles, words of errors.
+Not mutated: code outside of functions, functions that Numba compiles, words of errors, the order in which ``min`` and
+``max`` get their arguments.
 """
 
 import argparse
 import ast
+import builtins
 import contextlib
 import difflib
 import gc
@@ -27,7 +30,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 import warnings
@@ -36,7 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeAlias
 
 import pytest
@@ -83,23 +85,29 @@ class Candidate:
         return hashlib.sha256(f"{self.file}\n{self.text}".encode()).hexdigest()[:16]
 
     @property
-    def diff(self) -> str:
-        """The bug as a diff without context."""
+    def bug(self) -> str:
+        """The lines without the bug and with it, on one line: ``-… +…``."""
         sides = (text.splitlines() for text in (self.file.read_text(encoding="utf-8"), self.text))
-        return "\n".join(list(difflib.unified_diff(*sides, lineterm="", n=0))[2:])
+        lines = list(difflib.unified_diff(*sides, lineterm="", n=0))[2:]
+        return " ".join(line[0] + line[1:].strip() for line in lines if not line.startswith("@@"))
 
 
 def candidates(modules: Sequence[str]) -> Iterator[Candidate]:
-    """Every mutant of the functions in ``modules``, those that only change words of an error excepted."""
+    """Every mutant of the functions in ``modules``, except other words of an error and another order of ``min``."""
     for module in modules:
         file = Path("src/etude", module).with_suffix(".py")
         source = SourceText(str(file), file.read_text(encoding="utf-8"))
         for function in source.functions():
             names = {node.id for node in function.node.decorator_list if isinstance(node, ast.Name)}
-            errors = [source.span(node) for node in ast.walk(function.node) if isinstance(node, ast.Raise | ast.Assert)]
+            nodes = list(ast.walk(function.node))
+            errors = [source.span(node) for node in nodes if isinstance(node, ast.Raise | ast.Assert)]
+            calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+            alike = {source.span(value)[0] for call in calls if call.func.id in ("min", "max") for value in call.args}
             for mutant in () if names & COMPILED else mutants(source, function):
-                is_in_error = any(start <= mutant.edit.start < end for start, end in errors)
-                if mutant.operator != "wrong_text" or not is_in_error:
+                start = mutant.edit.start
+                is_in_error = any(first <= start < last for first, last in errors)
+                ignored = {"wrong_text": is_in_error, "swapped_arguments": start in alike}
+                if not ignored.get(mutant.operator):
                     text = apply(source.text, [mutant.edit])
                     yield Candidate(file=file, function=function, operator=mutant.operator, text=text)
 
@@ -126,7 +134,8 @@ class Mutation:
         if session.testsfailed:
             raise session.Interrupted("the tests cannot be imported")
         places = {candidate.place for candidate in self._waiting}
-        callers, functions = _callers(session, places), _functions(places)
+        functions = _functions(places)
+        callers = _callers(session, functions)
         try:
             while self._waiting or self._running:
                 while self._waiting and len(self._running) < self._workers:
@@ -193,7 +202,7 @@ def _fails(items: Sequence[pytest.Item], session: pytest.Session) -> bool:
     return False
 
 
-def _callers(session: pytest.Session, places: set[Place]) -> Callers:
+def _callers(session: pytest.Session, functions: Mapping[Place, Sequence[FunctionType]]) -> Callers:
     """Run every test in a fork, without a bug. Raises ``SystemExit`` if one fails."""
     reader, writer = os.pipe()
     if child := os.fork():
@@ -208,76 +217,87 @@ def _callers(session: pytest.Session, places: set[Place]) -> Callers:
             for file, line in called:
                 callers[file, line].append((seconds, index))
         return callers
-    rows: list[tuple[float, set[Place]]] = []
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        place = frame.f_code.co_filename, frame.f_code.co_firstlineno
-        if event == "call" and place in places:
-            rows[-1][1].add(place)
-
     try:
-        threading.setprofile(note)
+        called_now: set[Place] = set()
+        _watch(functions, called_now)
+        rows = []
         for item in session.items:
             began_s = time.monotonic()
-            rows.append((0.0, set()))
-            sys.setprofile(note)
-            is_wrong = _fails([item], session)
-            sys.setprofile(None)
-            rows[-1] = time.monotonic() - began_s, rows[-1][1]
-            if is_wrong:
+            called_now.clear()
+            if _fails([item], session):
                 break
+            rows.append((time.monotonic() - began_s, sorted(called_now)))
         else:
             with os.fdopen(writer, "w", encoding="utf-8") as pipe:
-                pipe.write(json.dumps([(seconds, sorted(called)) for seconds, called in rows]))
+                json.dump(rows, pipe)
     finally:
         os._exit(0)
+
+
+def _watch(functions: Mapping[Place, Sequence[FunctionType]], called: set[Place]) -> None:
+    """Let each function add its place to ``called`` when it is called."""
+    vars(builtins)["__called__"] = lambda *place: called.add(place)
+    for path in {path for path, _ in functions}:
+        source = SourceText(path, Path(path).read_text(encoding="utf-8"))
+        watched = [function for function in source.functions() if (path, function.line) in functions]
+        for function in watched:
+            call = ast.parse(f"__called__({path!r}, {function.line})").body[0]
+            ast.increment_lineno(call, function.node.lineno - 1)
+            function.node.body.insert(len(function.node.body) - len(function.code), call)
+        module = compile(source.tree, path, "exec", dont_inherit=True)
+        for function in watched:
+            for one in functions[path, function.line]:
+                one.__code__ = _code(module, function)
 
 
 def _functions(places: set[Place]) -> Mapping[Place, list[FunctionType]]:
     """The function objects of each place, whatever decorates them."""
     found: dict[Place, list[FunctionType]] = {place: [] for place in places}
     for thing in gc.get_objects():
-        if type(thing) is FunctionType:
+        if type(thing) is FunctionType and thing.__code__.co_name != "<lambda>":
             found.get((thing.__code__.co_filename, thing.__code__.co_firstlineno), []).append(thing)
     return found
 
 
 def _plant(candidate: Candidate, functions: Sequence[FunctionType]) -> None:
-    """Give the function objects the mutant's code and constant defaults. Raises ``ValueError`` where it does not fit."""
+    """Give the function objects the code and the constant defaults of the mutant.
+
+    Raises ``ValueError`` if the code does not fit.
+    """
     path, line = candidate.place
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = compile(candidate.text, path, "exec", dont_inherit=True)
         source = SourceText(path, candidate.text)
+    code = _code(module, candidate.function)
     arguments = next(function.node.args for function in source.functions() if function.line == line)
-    name = candidate.function.node.name
-    code = next(code for code in _codes(module) if (code.co_name, code.co_firstlineno) == (name, line))
     for function in functions:
-        if function.__code__.co_name == name:
-            function.__code__ = code
-            function.__defaults__ = tuple(map(_default, arguments.defaults, function.__defaults__ or ())) or None
-            for argument, node in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-                if node is not None and function.__kwdefaults__:
-                    old = function.__kwdefaults__[argument.arg]
-                    function.__kwdefaults__[argument.arg] = _default(node, old)
+        function.__code__ = code
+        function.__defaults__ = tuple(map(_default, arguments.defaults, function.__defaults__ or ())) or None
+        for argument, node in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            if node is not None and function.__kwdefaults__:
+                function.__kwdefaults__[argument.arg] = _default(node, function.__kwdefaults__[argument.arg])
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield inner
-            yield from _codes(inner)
+def _code(module: CodeType, function: Function) -> CodeType:
+    """The code of a function in that of its module."""
+    inner = [code for code in module.co_consts if isinstance(code, CodeType)]
+    while (inner[0].co_name, inner[0].co_firstlineno) != (function.node.name, function.line):
+        inner = [*inner[1:], *(code for code in inner[0].co_consts if isinstance(code, CodeType))]
+    return inner[0]
 
 
 def _default(node: ast.expr, old: object) -> object:
     return node.value if isinstance(node, ast.Constant) else old
 
 
-def measure(name: str, core: Mapping[str, Sequence[str]], options: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, core: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Run a sample of a core's mutants; the figures, and its survivors."""
     possible = list(candidates(core["modules"]))
     draw = random.Random(f"{options.seed} {name}")
-    sample = draw.sample(possible, min(options.mutants, len(possible)))
+    drawn = draw.sample(possible, min(options.mutants, len(possible)))
+    equivalent = {row["bug"] for row in core.get("equivalent", ())}
+    sample = [candidate for candidate in drawn if candidate.bug not in equivalent]
     lines = options.out.read_text(encoding="utf-8").split() if options.out and options.out.exists() else []
     killed = set(lines)
     verdicts = {candidate.key: "killed" for candidate in sample if candidate.key in killed}
@@ -299,12 +319,13 @@ def measure(name: str, core: Mapping[str, Sequence[str]], options: argparse.Name
     tried = len(verdicts) - counts["unfit"]
     return {
         "possible": len(possible),
+        "equivalent": len(drawn) - len(sample),
         "tried": tried,
         **{verdict: counts[verdict] for verdict in ("killed", "timeout", "survived", "uncalled", "unfit")},
         "killed_share": round((counts["killed"] + counts["timeout"]) / tried, 3) if tried else None,
         "modules": _by_module(sample, verdicts),
         "survivors": [
-            {"function": f"{one.file}:{one.function.qualname}", "operator": one.operator, "diff": one.diff}
+            {"function": f"{one.file}:{one.function.qualname}", "operator": one.operator, "bug": one.bug}
             for one in sample
             if verdicts[one.key] in ("survived", "uncalled")
         ],

@@ -45,7 +45,7 @@ RUN = """
 import argparse, json, mutants, sys
 from pathlib import Path
 options = argparse.Namespace(mutants=99, seed=0, workers=2, out=Path("killed"))
-core = {"modules": ["core"], "tests": ["test_core.py"]}
+core = {"modules": ["core"], "tests": ["test_core.py"], "equivalent": [{"bug": "-if first < 0: +if first <= 0:"}]}
 json.dump([mutants.measure("small", core, options) for _ in range(2)], sys.stdout)
 """
 
@@ -64,7 +64,7 @@ def test_words_of_errors_and_compiled_functions_are_not_mutated(project: Path) -
     found = list(mutants.candidates(["core"]))
     assert {one.function.qualname for one in found} == {"larger", "decided", "inlined"}
     assert "wrong_text" not in {one.operator for one in found if one.function.qualname == "larger"}
-    assert all(one.text != MODULE and one.diff for one in found)
+    assert all(one.text != MODULE and one.bug for one in found)
     assert len({one.key for one in found}) == len(found)
 
 
@@ -81,4 +81,5 @@ def test_survivors_are_what_no_test_notices_and_killed_ones_are_remembered(proje
     assert ("decided", "swapped_branches") in survivors  # no test calls it
     assert ("larger", "swapped_arguments") in survivors  # equivalent
     assert not survivors & {("larger", name) for name in ("wrong_twin", "wrong_exception", "wrong_default")}
+    assert first["equivalent"] == 1
     assert first["uncalled"] == sum(function in ("decided", "inlined") for function, _ in survivors)
