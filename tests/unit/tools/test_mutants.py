@@ -37,7 +37,7 @@ from core import decided, larger
 
 
 def test_larger():
-    assert larger(1, 2) == 2 and larger(1) == 1
+    assert (larger(1, 2), larger(2, 1), larger(0)) == (2, 2, 0)
     with pytest.raises(ValueError):
         larger(-1)
 """
@@ -77,9 +77,8 @@ def test_survivors_are_what_no_test_notices_and_killed_ones_are_remembered(proje
     first, again = json.loads(done.stdout)
     assert again["survivors"] == first["survivors"]
     assert (again["killed"], again["tried"]) == (first["killed"], first["tried"])
-    survivors = {(one["function"].partition(":")[2], one["operator"]) for one in first["survivors"]}
+    survivors = [(one["function"].partition(":")[2], one["operator"]) for one in first["survivors"]]
     assert ("decided", "swapped_branches") in survivors  # no test calls it
-    assert ("larger", "swapped_arguments") in survivors  # equivalent
-    assert not survivors & {("larger", name) for name in ("wrong_twin", "wrong_exception", "wrong_default")}
+    assert "larger" not in {function for function, _ in survivors}
     assert first["equivalent"] == 1
-    assert first["uncalled"] == sum(function in ("decided", "inlined") for function, _ in survivors)
+    assert first["uncalled"] == len(survivors)

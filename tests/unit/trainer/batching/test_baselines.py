@@ -96,8 +96,8 @@ def test_a_prediction_that_holds_moves_the_others_mean_towards_it() -> None:
 
 def test_a_penalty_costs_what_it_is_above_the_others_mean_penalty() -> None:
     rollouts = [session(index, 1.0).rollouts[0] for index in range(3)]
-    credits = live_credits(rollouts, CreditConfig(), LiveComparison(baseline="none"), np.array([0.3, 0.0, 0.0]))
-    assert [float(credit.advantages_T[0]) for credit in credits] == pytest.approx([0.7, 1.15, 1.15])
+    credited = live_credits(rollouts, CreditConfig(), LiveComparison(baseline="none"), np.array([0.3, 0.0, 0.0]))
+    assert [float(credit.advantages_T[0]) for credit in credited] == pytest.approx([0.7, 1.15, 1.15])
 
 
 # ── live sessions in a batch
