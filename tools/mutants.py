@@ -12,8 +12,8 @@ survives. Mutants that ``mutants.toml`` lists as equivalent, with the reason, ar
 Prints one JSON object with the survivors; the exit status is 1 if a core is below ``KILLED_SHARE``.
 ``--out`` keeps verdicts, so that a later call does not repeat mutants that were killed.
 
-Not mutated: code outside of functions, functions that Numba compiles, words of errors, the order in which ``min`` and
-``max`` get their arguments.
+Not mutated: code outside of functions, functions that Numba compiles, words of errors and docstrings, the order in which
+``min`` and ``max`` get their arguments.
 """
 
 import argparse
@@ -94,22 +94,30 @@ class Candidate:
 
 def candidates(modules: Sequence[str]) -> Iterator[Candidate]:
     """Every mutant of the functions in ``modules``, except other words of an error and another order of ``min``."""
-    for module in modules:
+    for entry in modules:
+        module, _, owner = entry.partition(":")
         file = Path("src/etude", module).with_suffix(".py")
         source = SourceText(str(file), file.read_text(encoding="utf-8"))
         for function in source.functions():
+            if not function.qualname.startswith(owner):
+                continue
             names = {node.id for node in function.node.decorator_list if isinstance(node, ast.Name)}
             nodes = list(ast.walk(function.node))
-            errors = [source.span(node) for node in nodes if isinstance(node, ast.Raise | ast.Assert)]
+            silent = [source.span(node) for node in nodes if isinstance(node, ast.Raise | ast.Assert) or _is_note(node)]
             calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
             alike = {source.span(value)[0] for call in calls if call.func.id in ("min", "max") for value in call.args}
             for mutant in () if names & COMPILED else mutants(source, function):
                 start = mutant.edit.start
-                is_in_error = any(first <= start < last for first, last in errors)
-                ignored = {"wrong_text": is_in_error, "swapped_arguments": start in alike}
+                is_silent = any(first <= start < last for first, last in silent)
+                ignored = {"wrong_text": is_silent, "swapped_arguments": start in alike}
                 if not ignored.get(mutant.operator):
                     text = apply(source.text, [mutant.edit])
                     yield Candidate(file=file, function=function, operator=mutant.operator, text=text)
+
+
+def _is_note(node: ast.AST) -> bool:
+    """True for a string that stands alone: the docstring of an attribute."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 class Mutation:

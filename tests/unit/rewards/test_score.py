@@ -126,6 +126,8 @@ def test_what_is_no_finite_number_is_missing(value: float | None) -> None:
         score(passed(), None, values, policy(ASKING))
     with pytest.raises(InfrastructureError, match="'asking' is missing"):
         score(passed(), None, values, policy(ASKING | {"missing": "wait"}))
+    with pytest.raises(InfrastructureError, match="'style' is missing"):  # not of a judge, in spite of its name
+        score(passed(), None, values, policy(STYLE | {"source": "judges:style_rubric"}))
     masked = score(passed(), None, values, policy(ASKING | {"missing": "mask"}, TESTS))
     assert masked.masked == "reward part 'asking' is missing"
     assert "asking" not in masked.parts and masked.parts["tests"] == 1.0
