@@ -12,8 +12,8 @@ survives. Mutants that ``mutants.toml`` lists as equivalent, with the reason, ar
 Prints one JSON object with the survivors; the exit status is 1 if a core is below ``KILLED_SHARE``.
 ``--out`` keeps verdicts, so that a later call does not repeat mutants that were killed.
 
-Not mutated: code outside of functions, functions that Numba compiles, words of errors and docstrings, the order in which
-``min`` and ``max`` get their arguments.
+Not mutated: code outside of functions, functions that Numba compiles, words of errors and docstrings, the order of the
+arguments of ``min`` and ``max``.
 """
 
 import argparse
@@ -87,8 +87,8 @@ class Candidate:
     @property
     def bug(self) -> str:
         """The lines without the bug and with it, on one line: ``-… +…``."""
-        sides = (text.splitlines() for text in (self.file.read_text(encoding="utf-8"), self.text))
-        lines = list(difflib.unified_diff(*sides, lineterm="", n=0))[2:]
+        right = self.file.read_text(encoding="utf-8").splitlines()
+        lines = list(difflib.unified_diff(right, self.text.splitlines(), lineterm="", n=0))[2:]
         return " ".join(line[0] + line[1:].strip() for line in lines if not line.startswith("@@"))
 
 
@@ -103,21 +103,27 @@ def candidates(modules: Sequence[str]) -> Iterator[Candidate]:
                 continue
             names = {node.id for node in function.node.decorator_list if isinstance(node, ast.Name)}
             nodes = list(ast.walk(function.node))
-            silent = [source.span(node) for node in nodes if isinstance(node, ast.Raise | ast.Assert) or _is_note(node)]
-            calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-            alike = {source.span(value)[0] for call in calls if call.func.id in ("min", "max") for value in call.args}
+            statements = [node for node in nodes if isinstance(node, ast.stmt)]
+            silent = [source.span(node) for node in statements if _is_silent(node)]
+            calls = [node for node in nodes if isinstance(node, ast.Call)]
+            alike = {source.span(value)[0] for call in calls if _name(call) in ("min", "max") for value in call.args}
             for mutant in () if names & COMPILED else mutants(source, function):
                 start = mutant.edit.start
-                is_silent = any(first <= start < last for first, last in silent)
-                ignored = {"wrong_text": is_silent, "swapped_arguments": start in alike}
+                is_word = any(first <= start < last for first, last in silent)
+                ignored = {"wrong_text": is_word, "swapped_arguments": start in alike}
                 if not ignored.get(mutant.operator):
                     text = apply(source.text, [mutant.edit])
                     yield Candidate(file=file, function=function, operator=mutant.operator, text=text)
 
 
-def _is_note(node: ast.AST) -> bool:
-    """True for a string that stands alone: the docstring of an attribute."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def _is_silent(node: ast.stmt) -> bool:
+    """True for an error, and for a string that stands alone: the docstring of an attribute."""
+    is_note = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_note or isinstance(node, ast.Raise | ast.Assert)
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
 class Mutation:
@@ -260,11 +266,11 @@ def _watch(functions: Mapping[Place, Sequence[FunctionType]], called: set[Place]
 
 def _functions(places: set[Place]) -> Mapping[Place, list[FunctionType]]:
     """The function objects of each place, whatever decorates them."""
-    found: dict[Place, list[FunctionType]] = {place: [] for place in places}
+    at: dict[Place, list[FunctionType]] = {place: [] for place in places}
     for thing in gc.get_objects():
         if type(thing) is FunctionType and thing.__code__.co_name != "<lambda>":
-            found.get((thing.__code__.co_filename, thing.__code__.co_firstlineno), []).append(thing)
-    return found
+            at.get((thing.__code__.co_filename, thing.__code__.co_firstlineno), []).append(thing)
+    return at
 
 
 def _plant(candidate: Candidate, functions: Sequence[FunctionType]) -> None:

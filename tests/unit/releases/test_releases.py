@@ -56,10 +56,10 @@ def test_a_shadow_takes_the_engine_of_the_fallback() -> None:
     assert [held_arm(shadowed, engine, 5).name for engine in range(5)].count(SHADOW) == 1
 
 
-@pytest.mark.parametrize(("stage", "engines", "held"), [(0, 10, 1), (1, 10, 5), (0, 30, 3), (0, 2, 1), (0, 1, 0)])
-def test_a_canary_has_its_share_of_the_engines_and_leaves_one(stage: int, engines: int, held: int) -> None:
+@pytest.mark.parametrize(("stage", "engines", "expected"), [(0, 10, 1), (1, 10, 5), (0, 30, 3), (0, 2, 1), (0, 1, 0)])
+def test_a_canary_has_its_share_of_the_engines_and_leaves_one(stage: int, engines: int, expected: int) -> None:
     tried = table(OLD, Release(version=2, digest="new", state=ReleaseState.CANARY, stage=stage))
-    assert [held_arm(tried, engine, engines).name for engine in range(engines)].count(CANARY) == held
+    assert [held_arm(tried, engine, engines).name for engine in range(engines)].count(CANARY) == expected
 
 
 def test_the_former_release_is_the_last_one_with_other_weights() -> None:

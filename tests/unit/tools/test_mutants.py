@@ -61,11 +61,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_words_of_errors_and_compiled_functions_are_not_mutated(project: Path) -> None:
-    found = list(mutants.candidates(["core"]))
-    assert {one.function.qualname for one in found} == {"larger", "decided", "inlined"}
-    assert "wrong_text" not in {one.operator for one in found if one.function.qualname == "larger"}
-    assert all(one.text != MODULE and one.bug for one in found)
-    assert len({one.key for one in found}) == len(found)
+    bugs = list(mutants.candidates(["core"]))
+    assert {one.function.qualname for one in bugs} == {"larger", "decided", "inlined"}
+    assert "wrong_text" not in {one.operator for one in bugs if one.function.qualname == "larger"}
+    assert all(one.text != MODULE and one.bug for one in bugs)
+    assert len({one.key for one in bugs}) == len(bugs)
 
 
 def test_survivors_are_what_no_test_notices_and_killed_ones_are_remembered(project: Path) -> None:

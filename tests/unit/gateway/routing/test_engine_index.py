@@ -1,5 +1,7 @@
 """The index answers like a plain list of engines, whatever was put, loaded and removed."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,13 +21,14 @@ CHANGES = st.lists(
 
 @given(CHANGES, st.sets(st.sampled_from(NAMES)), st.sets(st.sampled_from(KINDS)), st.integers(0, 4))
 def test_a_tier_is_what_a_plain_list_has(
-    changes: list[tuple], avoid: set[str], kinds: set[EngineKind], most: int
+    changes: list[tuple[Any, ...]], avoid: set[str], kinds: set[EngineKind], most: int
 ) -> None:
     index, plain = EngineIndex(), dict[str, tuple[EngineKind, int, int]]()
     for what, name, *facts in changes:
         if what == "put":
             index.put(name, *facts)
-            plain[name] = tuple(facts)
+            kind, load, waiting = facts
+            plain[name] = kind, load, waiting
         elif what == "discard":
             index.discard(name)
             plain.pop(name, None)
