@@ -13,7 +13,7 @@ Prints one JSON object with the survivors; the exit status is 1 if a core is bel
 ``--out`` keeps verdicts, so that a later call does not repeat mutants that were killed.
 
 Not mutated: code outside of functions, functions that Numba compiles, words of errors and docstrings, the order of the
-arguments of ``min`` and ``max``.
+arguments of symmetric functions.
 """
 
 import argparse
@@ -52,6 +52,8 @@ KILLED_SHARE = 0.9
 """Share of a core's mutants that its tests should notice."""
 COMPILED = {"inlined", "borrowing", "vector", "kernel"}
 """Decorators of functions that Numba compiles: their bytecode is not what runs."""
+SYMMETRIC = {"min", "max", "np.minimum", "np.maximum"}
+"""Functions whose arguments may be in any order."""
 SLOWER, SLACK_S = 5.0, 5.0
 """A mutant is stopped after ``SLOWER`` times the time of its tests without a bug, plus ``SLACK_S``."""
 POLL_S = 0.005
@@ -93,7 +95,7 @@ class Candidate:
 
 
 def candidates(modules: Sequence[str]) -> Iterator[Candidate]:
-    """Every mutant of the functions in ``modules``, except other words of an error and another order of ``min``."""
+    """Every mutant of the functions in ``modules``, except changed words and the order of symmetric arguments."""
     for entry in modules:
         module, _, owner = entry.partition(":")
         file = Path("src/etude", module).with_suffix(".py")
@@ -106,7 +108,9 @@ def candidates(modules: Sequence[str]) -> Iterator[Candidate]:
             statements = [node for node in nodes if isinstance(node, ast.stmt)]
             silent = [source.span(node) for node in statements if _is_silent(node)]
             calls = [node for node in nodes if isinstance(node, ast.Call)]
-            alike = {source.span(value)[0] for call in calls if _name(call) in ("min", "max") for value in call.args}
+            alike = {
+                source.span(value)[0] for call in calls if ast.unparse(call.func) in SYMMETRIC for value in call.args
+            }
             for mutant in () if names & COMPILED else mutants(source, function):
                 start = mutant.edit.start
                 is_word = any(first <= start < last for first, last in silent)
@@ -120,10 +124,6 @@ def _is_silent(node: ast.stmt) -> bool:
     """True for an error, and for a string that stands alone: the docstring of an attribute."""
     is_note = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return is_note or isinstance(node, ast.Raise | ast.Assert)
-
-
-def _name(call: ast.Call) -> str:
-    return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
 class Mutation:
