@@ -43,7 +43,7 @@ def test_the_held_out_gain_has_the_error_of_a_difference(report: dict[str, Json]
     assert heldout["reward_before"] == heldout["pass_before"]
     assert heldout["greedy_passed_after"] == 46
     shown = comparison(report, "sampled")
-    assert shown.interval == tuple(heldout["interval"])
+    assert shown.interval is not None and [*shown.interval] == heldout["interval"]
     assert (shown.error(0.0412), shown.error(None)) == ("4.1", "–")
     assert "over 8 templates;" in about_errors(report)
 

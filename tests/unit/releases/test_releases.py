@@ -129,10 +129,12 @@ def test_a_sequence_holds_at_all_looks_and_shares_are_watched() -> None:
 
 @pytest.mark.parametrize("users", [(1, 5), (5, 1), (2, 3)])
 def test_two_users_of_each_arm_are_the_fewest_that_are_compared(users: tuple[int, int]) -> None:
-    arms = [UserSums(totals_U=np.arange(count) + 1.0, sessions_U=np.ones(count)) for count in users]
+    arms = [UserSums(totals_U=np.linspace(1.0, count, count), sessions_U=np.ones(count)) for count in users]
     difference = Experiment(alpha=0.05, tuned_users=100).difference(*arms)
     assert (difference is None) == (min(users) < 2)
-    assert difference is None or (difference.users, difference.value) == (users, pytest.approx(0.5, abs=0.01))
+    if difference is not None:
+        assert difference.users == users
+        assert difference.value == pytest.approx(0.5, abs=0.01)
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.floats(0.01, 0.99))

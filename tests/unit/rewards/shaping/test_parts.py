@@ -36,7 +36,7 @@ def test_behaviours_are_checked_by_name_version_and_range() -> None:
         ({"source": "behaviour.open_todos"}, "is missing where a harness has no word on it"),
     ):
         with pytest.raises(ConfigError, match=text):
-            check_behaviours(reward(ASKING | change))
+            check_behaviours(reward(TESTS, ASKING | change))
 
 
 def test_a_digest_is_of_all_that_decides_and_nothing_else() -> None:
