@@ -73,6 +73,8 @@ class Candidate:
     file: Path
     function: Function
     operator: str
+    right: str
+    """The whole file without the bug."""
     text: str
     """The whole file with the bug."""
 
@@ -89,8 +91,7 @@ class Candidate:
     @property
     def bug(self) -> str:
         """The lines without the bug and with it, on one line: ``-… +…``."""
-        right = self.file.read_text(encoding="utf-8").splitlines()
-        lines = list(difflib.unified_diff(right, self.text.splitlines(), lineterm="", n=0))[2:]
+        lines = list(difflib.unified_diff(self.right.splitlines(), self.text.splitlines(), lineterm="", n=0))[2:]
         return " ".join(line[0] + line[1:].strip() for line in lines if not line.startswith("@@"))
 
 
@@ -117,7 +118,9 @@ def candidates(modules: Sequence[str]) -> Iterator[Candidate]:
                 ignored = {"wrong_text": is_word, "swapped_arguments": start in alike}
                 if not ignored.get(mutant.operator):
                     text = apply(source.text, [mutant.edit])
-                    yield Candidate(file=file, function=function, operator=mutant.operator, text=text)
+                    yield Candidate(
+                        file=file, function=function, operator=mutant.operator, right=source.text, text=text
+                    )
 
 
 def _is_silent(node: ast.stmt) -> bool:

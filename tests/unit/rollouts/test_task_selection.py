@@ -81,6 +81,8 @@ def test_pools_have_their_shares_and_what_is_alike_rests(tried: int) -> None:
 def test_where_all_tasks_rest_all_are_drawn() -> None:
     for config in (POOLS, THOMPSON):
         assert all(drawn(config, facts_of(TaskSelection(config, size=3, seed=0), [0.0, 1.0, 1.0]), 1, count=60))
+    selection = TaskSelection(POOLS, size=3, seed=0)
+    assert selection.choose(facts_of(selection, [0.0, 1.0, 1.0]), 1).weight == pytest.approx(1.0)
 
 
 @BOTH
@@ -95,6 +97,9 @@ def test_what_is_known_of_a_task_does_not_depend_on_the_order_in_which_groups_en
     assert forth.rate_N[1] == back.rate_N[1] == 1.0
     assert forth.passes_N[1] == pytest.approx(back.passes_N[1])
     assert forth.failures_N[1] == pytest.approx(back.failures_N[1])
+    if config is THOMPSON:
+        weights = [0.5 ** ((9 - position) / selection.half_life) for position, _, _ in draws]
+        assert forth.passes_N[1] == pytest.approx(np.dot(weights, [passed for _, _, passed in draws]))
 
 
 @given(rates=st.lists(st.sampled_from([0.0, 0.05, 0.3, 0.5, 0.9, 1.0]), min_size=2, max_size=8), seed=st.integers(0, 5))
