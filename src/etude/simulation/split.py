@@ -89,11 +89,12 @@ class SmallFleet:
 
 def _merged(calibration: RunCalibration) -> tuple[Workload, float]:
     """Rollouts with fewer turns, and the seconds per call that compensate for them."""
-    groups = calibration.workload.groups
+    workload = calibration.workload
+    groups = workload.groups
     turns = sum(work.turns for group in groups for work in group)
     few = tuple(tuple(replace(work, turns=min(work.turns, MOST_TURNS)) for work in group) for group in groups)
     left = sum(work.turns for group in few for work in group)
-    return Workload(few), calibration.call_s * turns / left
+    return replace(workload, groups=few), calibration.call_s * turns / left
 
 
 def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:

@@ -46,6 +46,8 @@ class Workload:
     """Recorded groups of rollouts, in the order in which they were admitted."""
 
     groups: tuple[tuple[RolloutWork, ...], ...]
+    is_ordered: bool = True
+    """False if all groups are equally likely at every position of a run."""
 
     @classmethod
     def of_events(cls, logged: Iterable[Logged]) -> Self:
@@ -75,6 +77,8 @@ class Workload:
     def draw(self, place: float, group: int, random: Random) -> RolloutWork:
         """The work of a rollout of ``group``, which is admitted at position ``place`` of the run, from 0 to 1."""
         of_group = Random(group)  # the same position for all its rollouts
+        if not self.is_ordered:
+            return random.choice(of_group.choice(self.groups))
         last = len(self.groups) - 1
         near = min(1.0, max(0.0, place + of_group.uniform(-NEAR, NEAR)))
         return random.choice(self.groups[round(near * last)])
@@ -95,7 +99,7 @@ class Workload:
 
     def scaled(self, factors: Mapping[str, float]) -> "Workload":
         """The workload with some fields of :class:`RolloutWork` multiplied, each by its factor."""
-        return Workload(tuple(tuple(_scaled(work, factors) for work in group) for group in self.groups))
+        return replace(self, groups=tuple(tuple(_scaled(work, factors) for work in group) for group in self.groups))
 
 
 def _scaled(work: RolloutWork, factors: Mapping[str, float]) -> RolloutWork:
