@@ -13,7 +13,9 @@ remain. Long steps are simulated with virtual seconds that represent several rea
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Literal, TypeAlias
 
 from etude.config.recipe import RunConfig
@@ -22,7 +24,9 @@ from etude.simulation.calibration import RunCalibration
 from etude.simulation.figures import FULL, HOUR_S, RunFigures
 from etude.simulation.priced import DAY_H, Fleet, gpu_price
 from etude.simulation.run import SimulatedEvents, simulate, skipped_steps
+from etude.simulation.steady import SteadyState, batches_of
 from etude.simulation.workload import STAGES, Workload
+from etude.telemetry.events import Logged
 
 MOST_ROLLOUTS = 64
 """Maximum number of rollouts of a simulated step."""
@@ -48,6 +52,12 @@ class SmallFleet:
     """Groups of the fleet per simulated group."""
     second_s: float
     """Real seconds per simulated second."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Expected number of sampled tokens of a simulated step."""
+        each = fmean(work.turns * work.turn_tokens for work in self.calibration.workload.rollouts)
+        return self.config.rollouts.rollouts_per_step * each
 
     @classmethod
     def of(cls, fleet: Fleet, hours: float | None = None) -> "SmallFleet":
@@ -110,14 +120,15 @@ def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
 
 
 def simulate_fleet(
-    fleet: Fleet, *, seed: int = 0, hours: float | None = None
-) -> tuple[RunFigures, SimulatedEvents, SmallFleet]:
-    """Figures of a fleet, the events of its reduced simulation, and the reduced fleet.
+    fleet: Fleet, *, seed: int = 0, hours: float | None = None, precision: float | None = None
+) -> "FleetSimulation":
+    """Simulate a fleet at a reduced scale.
 
-    ``hours`` is the simulated time; ``None``: a few steps.
+    ``hours`` is the simulated time; ``None``: a few steps. With ``precision``, the simulation ends as soon as every
+    interval of its :class:`~etude.simulation.steady.SteadyState` is narrower, each way, than this share of its mean.
     """
     small = SmallFleet.of(fleet, hours)
-    second_s = small.second_s
+    second_s, skipped = small.second_s, skipped_steps(fleet.config)
     regions = [
         replace(
             region,
@@ -129,10 +140,43 @@ def simulate_fleet(
         for region, n in zip(fleet.regions, small.engines, strict=True)
     ]
     until_s = None if hours is None else hours * HOUR_S / second_s
-    events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=POLL_S, until_s=until_s)
-    figures = RunFigures.of_events(events.logged, skipped=skipped_steps(fleet.config))
+    day_s = DAY_H * HOUR_S / second_s if any(region.lent for region in regions) else None
+
+    def steady(logged: Sequence[Logged]) -> SteadyState | None:
+        batches = batches_of(logged, skipped=skipped, day_s=day_s)
+        return SteadyState.of_batches(batches, small.tokens_per_step) if batches else None
+
+    def is_enough(logged: Sequence[Logged]) -> bool:
+        state = steady(logged)
+        return precision is not None and state is not None and state.precision <= precision
+
+    enough = None if precision is None else is_enough
+    events = simulate(
+        small.config, small.calibration, regions, seed=seed, poll_s=POLL_S, until_s=until_s, is_enough=enough
+    )
+    figures, state = RunFigures.of_events(events.logged, skipped=skipped), None
+    if precision is not None and (state := steady(events.logged)) is not None:
+        figures = replace(
+            figures,
+            step_s=state.step_s.mean,
+            trainer_busy=state.trainer_busy.mean,
+            engine_busy=state.engine_busy.mean,
+            engine_s=state.engine_busy.mean * state.step_s.mean * sum(small.engines),
+        )
     figures = replace(figures, step_s=figures.step_s * second_s, engine_s=figures.engine_s * second_s)
-    return figures, events, small
+    return FleetSimulation(figures=figures, events=events, small=small, steady=state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSimulation:
+    """The simulation of a fleet."""
+
+    figures: RunFigures
+    """Figures of the fleet, in real seconds."""
+    events: SimulatedEvents
+    small: SmallFleet
+    steady: SteadyState | None = None
+    """Intervals of the figures in virtual seconds; ``None`` without a precision, or if there were too few steps."""
 
 
 def steps_by_hour(events: SimulatedEvents, small: SmallFleet) -> dict[int, float]:
@@ -182,7 +226,7 @@ def parse_goal(text: str) -> Goal:
     raise ConfigError(f"--search {text!r}: expected steps=N or usd=N, each for an hour, such as steps=6")
 
 
-def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigures, SimulatedEvents, SmallFleet]:
+def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, FleetSimulation]:
     """The cheapest split for the given steps per hour, or the fastest one for the given dollars per hour.
 
     Raises :class:`~etude.errors.ConfigError` if the goal cannot be reached.
@@ -191,13 +235,13 @@ def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigure
     if not fleet.config.rollouts.max_staleness:
         raise ConfigError("--search needs rollouts.max_staleness of 1 or more: else both sides wait for each other")
     chosen = split_for(fleet, HOUR_S / value) if kind == "steps" else split_within(fleet, value)
-    figures, events, small = simulate_fleet(chosen, seed=seed)
+    simulated = simulate_fleet(chosen, seed=seed)
     for _ in range(ROUNDS):
-        if kind == "usd" or figures.steps_per_hour >= value:
+        if kind == "usd" or simulated.figures.steps_per_hour >= value:
             break
-        chosen = _larger(chosen, figures)
-        figures, events, small = simulate_fleet(chosen, seed=seed)
-    return chosen, figures, events, small
+        chosen = _larger(chosen, simulated.figures)
+        simulated = simulate_fleet(chosen, seed=seed)
+    return chosen, simulated
 
 
 def _larger(fleet: Fleet, figures: RunFigures) -> Fleet:

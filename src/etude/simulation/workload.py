@@ -40,6 +40,11 @@ class RolloutWork:
     model_s: float = 0.0
     """Recorded time of waiting for the model; the simulation determines its own."""
 
+    @property
+    def turn_tokens(self) -> int:
+        """Sampled tokens of each simulated turn."""
+        return self.sampled_tokens // self.turns
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
