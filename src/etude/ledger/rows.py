@@ -321,7 +321,7 @@ def progress_counts(db: Database, purpose: str) -> dict[str, int]:
         " UNION ALL SELECT 'drawn', drawn FROM cursors WHERE purpose = ?"
         " UNION ALL SELECT 'committed', committed FROM cursors WHERE purpose = ?"
     )
-    counts = dict(db.execute(sql, purpose, purpose, purpose, purpose))
+    counts: dict[str, int] = dict(db.execute(sql, purpose, purpose, purpose, purpose))
     counts["consumed"] -= sum(counts.get(state, 0) for state in GroupState if state is not GroupState.CONSUMED)
     return counts
 

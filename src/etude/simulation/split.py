@@ -32,7 +32,7 @@ MOST_ROLLOUTS = 64
 """Maximum number of rollouts of a simulated step."""
 MOST_TURNS = 8
 STEPS = 6
-"""Number of counted steps, in addition to those in which the pipeline fills and drains."""
+"""Minimum number of counted steps, in addition to those in which the pipeline fills and drains."""
 STEP_S = 30.0
 """Maximum number of virtual seconds of a step, by calculation."""
 POLL_S = 0.1
@@ -54,6 +54,11 @@ class SmallFleet:
     """Real seconds per simulated second."""
 
     @property
+    def round_steps(self) -> int:
+        """Number of steps in which every group of the workload is drawn once."""
+        return steps_of_round(self.calibration.workload, self.config.rollouts.groups_per_step)
+
+    @property
     def tokens_per_step(self) -> float:
         """Expected number of sampled tokens of a simulated step."""
         each = fmean(work.turns * work.turn_tokens for work in self.calibration.workload.rollouts)
@@ -61,7 +66,7 @@ class SmallFleet:
 
     @classmethod
     def of(cls, fleet: Fleet, hours: float | None = None) -> "SmallFleet":
-        """Scale a fleet down, for a number of hours or a few steps; a small fleet is unchanged."""
+        """Scale a fleet down, for a number of hours or one round of its workload; a small fleet is unchanged."""
         rollouts, size = fleet.config.rollouts, fleet.config.rollouts.group_size
         groups = min(rollouts.groups_per_step, max(4, MOST_ROLLOUTS // size))
         factor = rollouts.groups_per_step / groups
@@ -78,7 +83,7 @@ class SmallFleet:
             }
         )
         least_s = least_step_s(fleet)
-        counted = STEPS if hours is None else max(STEPS, -(-hours * HOUR_S // least_s))
+        counted = max(STEPS, steps_of_round(merged, groups) if hours is None else -(-hours * HOUR_S // least_s))
         steps = fleet.config.trainer.model_copy(update={"steps": int(counted) + 2 * skipped_steps(fleet.config)})
         second_s = max(1.0, least_s / STEP_S)
         in_the_small = replace(
@@ -95,6 +100,11 @@ class SmallFleet:
             factor=factor,
             second_s=second_s,
         )
+
+
+def steps_of_round(workload: Workload, groups_per_step: int) -> int:
+    """Number of steps that draw every group of a workload."""
+    return -(-len(workload.groups) // groups_per_step)
 
 
 def _merged(calibration: RunCalibration) -> tuple[Workload, float]:
@@ -124,8 +134,9 @@ def simulate_fleet(
 ) -> "FleetSimulation":
     """Simulate a fleet at a reduced scale.
 
-    ``hours`` is the simulated time; ``None``: a few steps. With ``precision``, the simulation ends as soon as every
-    interval of its :class:`~etude.simulation.steady.SteadyState` is narrower, each way, than this share of its mean.
+    ``hours`` is the simulated time; ``None``: one round of the workload. With ``precision``, the simulation ends as
+    soon as every interval of its :class:`~etude.simulation.steady.SteadyState` is narrower, each way, than this share
+    of its mean.
     """
     small = SmallFleet.of(fleet, hours)
     second_s, skipped = small.second_s, skipped_steps(fleet.config)
@@ -143,7 +154,7 @@ def simulate_fleet(
     day_s = DAY_H * HOUR_S / second_s if any(region.lent for region in regions) else None
 
     def steady(logged: Sequence[Logged]) -> SteadyState | None:
-        batches = batches_of(logged, skipped=skipped, day_s=day_s)
+        batches = batches_of(logged, skipped=skipped, round_steps=small.round_steps, day_s=day_s)
         return SteadyState.of_batches(batches, small.tokens_per_step) if batches else None
 
     def is_enough(logged: Sequence[Logged]) -> bool:
@@ -180,11 +191,10 @@ class FleetSimulation:
 
 
 def steps_by_hour(events: SimulatedEvents, small: SmallFleet) -> dict[int, float]:
-    """Hour of the day → steps in that hour, averaged over the simulated days."""
-    ended_s = [each.at_s * small.second_s for each in events.steps]
-    days = -(-ended_s[-1] // (DAY_H * HOUR_S))
-    counts = Counter(int(at_s // HOUR_S % DAY_H) for at_s in ended_s)
-    return {hour: count / days for hour, count in sorted(counts.items())}
+    """Hour of the day → steps in that hour, averaged over the days in which it was simulated."""
+    ended_h = [each.at_s * small.second_s / HOUR_S for each in events.steps]
+    counts = Counter(int(at_h % DAY_H) for at_h in ended_h)
+    return {hour: count / max(1.0, -(-(ended_h[-1] - hour) // DAY_H)) for hour, count in sorted(counts.items())}
 
 
 def trainer_s(fleet: Fleet) -> float:

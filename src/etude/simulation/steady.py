@@ -21,7 +21,7 @@ import numpy as np
 from etude.simulation.figures import RunFigures, done_steps
 from etude.telemetry.events import Logged
 
-BATCHES = 16
+BATCHES = 10
 LEAST_STEPS = 8
 """Minimum number of steps of a batch."""
 LEAST_DAYS = 6
@@ -30,7 +30,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class SteadyMean:
     """A mean and half the width of its confidence interval."""
 
     mean: float
@@ -48,17 +48,17 @@ class SteadyState:
 
     steps: int
     """Number of steps in all batches."""
-    step_s: Interval
-    trainer_busy: Interval
-    engine_busy: Interval
-    staleness: Interval
+    step_s: SteadyMean
+    trainer_busy: SteadyMean
+    engine_busy: SteadyMean
+    staleness: SteadyMean
 
     @classmethod
     def of_batches(cls, batches: Sequence[RunFigures], tokens_per_step: float) -> Self:
         """The means of at least four batches at the expected number of tokens per step."""
         tokens = [batch.tokens_per_step for batch in batches]
 
-        def estimated(values: Sequence[float]) -> Interval:
+        def estimated(values: Sequence[float]) -> SteadyMean:
             return regressed(values, tokens, tokens_per_step)
 
         return cls(
@@ -75,23 +75,27 @@ class SteadyState:
         return max(each.relative for each in (self.step_s, self.trainer_busy, self.engine_busy, self.staleness))
 
 
-def batches_of(logged: Sequence[Logged], *, skipped: int, day_s: float | None = None) -> list[RunFigures]:
+def batches_of(
+    logged: Sequence[Logged], *, skipped: int, round_steps: int = 1, day_s: float | None = None
+) -> list[RunFigures]:
     """Batches of a run without ``skipped`` steps at either end and without the first batch, in which it settles.
 
-    With ``day_s`` they are its whole days. Empty while there are too few.
+    A batch has whole rounds of the workload, of ``round_steps`` steps each. With ``day_s`` the batches are whole days.
+    Empty while there are too few.
     """
     ends_s = done_steps(logged)
     counted = sorted(ends_s)[skipped : len(ends_s) - skipped]
     if day_s is None:
-        size = len(counted) // (BATCHES + 1)
-        edges = counted[len(counted) - size * BATCHES - 1 :: size] if size >= LEAST_STEPS else []
+        last = counted[-1] // round_steps * round_steps if counted else 0
+        size = (last - skipped) // (BATCHES + 1) // round_steps * round_steps
+        edges = [last - size * left for left in range(BATCHES, -1, -1)] if size >= LEAST_STEPS else []
     else:
-        edges = [last for last, first in pairwise(counted) if ends_s[last] // day_s < ends_s[first] // day_s]
+        edges = [end for end, first in pairwise(counted) if ends_s[end] // day_s < ends_s[first] // day_s]
         edges = edges if len(edges) > LEAST_DAYS else []
-    return [RunFigures.of_steps(logged, range(last + 1, end + 1)) for last, end in pairwise(edges)]
+    return [RunFigures.of_steps(logged, range(before + 1, end + 1)) for before, end in pairwise(edges)]
 
 
-def regressed(values: Sequence[float], controls: Sequence[float], expected: float) -> Interval:
+def regressed(values: Sequence[float], controls: Sequence[float], expected: float) -> SteadyMean:
     """The least-squares line of values over controls, at the ``expected`` control."""
     count, centre = len(values), fmean(controls)
     away, deviations = np.array(controls) - centre, np.array(values) - fmean(values)
@@ -101,7 +105,7 @@ def regressed(values: Sequence[float], controls: Sequence[float], expected: floa
     variance = float(residuals @ residuals) / (count - 2)
     leverage = 1 / count + ((expected - centre) ** 2 / spread if spread else 0.0)
     half = student(count - 2) * float(variance * leverage) ** 0.5
-    return Interval(fmean(values) + slope * (expected - centre), half)
+    return SteadyMean(fmean(values) + slope * (expected - centre), half)
 
 
 def student(freedom: int) -> float:

@@ -73,7 +73,8 @@ def show_priced(
         else:
             fleet, simulated = search(fleet, goal, seed=seed)
     figures, events, factor = simulated.figures, simulated.events, simulated.small.factor
-    by_hour = {} if hours is None else steps_by_hour(events, simulated.small)
+    shows_hours = hours is not None and (precision is None or any(region.lent for region in fleet.regions))
+    by_hour = steps_by_hour(events, simulated.small) if shows_hours else {}
     if as_json:
         hourly = {"steps_by_hour": {str(hour): round(steps, 2) for hour, steps in by_hour.items()}} if by_hour else {}
         inferred = {} if simulated.steady is None else {"intervals": steady_json(simulated.steady)}
@@ -85,6 +86,7 @@ def show_priced(
     if hours is not None:
         for label, words in hours_rows(fleet, simulated, hours):
             table.add_row(label, words)
+    if by_hour:
         table.add_row("steps, by hour of day", ", ".join(f"{hour}h {steps:.1f}" for hour, steps in by_hour.items()))
     console.print(table)
     console.print(Text(" ".join(bottleneck(figures))), soft_wrap=True)
@@ -168,13 +170,13 @@ def steady_json(steady: SteadyState) -> dict[str, Json]:
 
 
 def _relative(steady: SteadyState) -> dict[str, float]:
-    means = {
+    estimates = {
         "step": steady.step_s,
         "trainer busy": steady.trainer_busy,
         "engines busy": steady.engine_busy,
         "staleness": steady.staleness,
     }
-    return {name: mean.relative for name, mean in means.items()}
+    return {name: mean.relative for name, mean in estimates.items()}
 
 
 def assumptions_of(fleet: Fleet, factor: float) -> Iterator[str]:
