@@ -33,6 +33,8 @@ MOST_ROLLOUTS = 64
 MOST_TURNS = 8
 STEPS = 6
 """Minimum number of counted steps, in addition to those in which the pipeline fills and drains."""
+MOST_STEPS = 16
+"""Maximum number of them without a number of hours, where a round of the workload has more."""
 STEP_S = 30.0
 """Maximum number of virtual seconds of a step, by calculation."""
 POLL_S = 0.1
@@ -83,7 +85,8 @@ class SmallFleet:
             }
         )
         least_s = least_step_s(fleet)
-        counted = max(STEPS, steps_of_round(merged, groups) if hours is None else -(-hours * HOUR_S // least_s))
+        round_steps = min(MOST_STEPS, steps_of_round(merged, groups))
+        counted = max(STEPS, round_steps if hours is None else -(-hours * HOUR_S // least_s))
         steps = fleet.config.trainer.model_copy(update={"steps": int(counted) + 2 * skipped_steps(fleet.config)})
         second_s = max(1.0, least_s / STEP_S)
         in_the_small = replace(
