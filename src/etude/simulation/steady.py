@@ -2,8 +2,8 @@
 
     steps ──▶ without the first ──▶ batches ──▶ figures of each ──▶ mean ± interval, at the expected tokens of a step
 
-Batch means: consecutive steps depend on each other, batches of many steps hardly do. Their number is fixed, so that
-batches grow with the run. Where the fleet changes with the hour, a batch is a day.
+Batch means: consecutive steps depend on each other, batches of many steps hardly do. Their number stays below twice
+the least, so that batches grow with the run. Where the fleet changes with the hour, a batch is a day.
 
 Control variate: a small fleet draws few rollouts a step, and most of the noise is that of their tokens, whose
 expectation is given. So figures are regressed on the tokens of their batch, and are those of the regression at the
@@ -22,6 +22,7 @@ from etude.simulation.figures import RunFigures, done_steps
 from etude.telemetry.events import Logged
 
 BATCHES = 10
+"""Minimum number of batches; with twice as many, batches are longer instead."""
 LEAST_STEPS = 8
 """Minimum number of steps of a batch."""
 LEAST_DAYS = 6
@@ -86,9 +87,11 @@ def batches_of(
     ends_s = done_steps(logged)
     counted = sorted(ends_s)[skipped : len(ends_s) - skipped]
     if day_s is None:
-        last = counted[-1] // round_steps * round_steps if counted else 0
-        size = (last - skipped) // (BATCHES + 1) // round_steps * round_steps
-        edges = [last - size * left for left in range(BATCHES, -1, -1)] if size >= LEAST_STEPS else []
+        unit = -(-LEAST_STEPS // round_steps) * round_steps
+        last = counted[-1] // unit * unit if counted else 0
+        units = (last - skipped) // unit - 1
+        size = units // BATCHES * unit
+        edges = list(range(last - units * unit // size * size, last + 1, size)) if size > 0 else []
     else:
         edges = [end for end, first in pairwise(counted) if ends_s[end] // day_s < ends_s[first] // day_s]
         edges = edges if len(edges) > LEAST_DAYS else []

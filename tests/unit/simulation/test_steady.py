@@ -41,10 +41,14 @@ def steps(count: int, step_s: float = 2.0) -> list[Logged]:
 
 
 def test_batches_are_equal_and_leave_the_first_steps_out() -> None:
-    skipped, needed = 3, LEAST_STEPS * (BATCHES + 1)
-    assert not batches_of(steps(needed + 2 * skipped - 1), skipped=skipped)
-    batches = batches_of(steps(needed + 2 * skipped), skipped=skipped)
+    skipped, needed = 3, LEAST_STEPS * (BATCHES + 2)
+    assert not batches_of(steps(needed + skipped - 1), skipped=skipped)
+    batches = batches_of(steps(needed + skipped), skipped=skipped)
     assert [batch.steps for batch in batches] == [LEAST_STEPS] * BATCHES
+    longer = batches_of(steps(2 * needed + skipped), skipped=skipped)
+    assert [batch.steps for batch in longer] == [2 * LEAST_STEPS] * (BATCHES + 1)
+    in_rounds = batches_of(steps(5 * needed + skipped), skipped=skipped, round_steps=5 * LEAST_STEPS)
+    assert [batch.steps for batch in in_rounds] == [5 * LEAST_STEPS] * BATCHES
     steady = SteadyState.of_batches(batches, 4.0)
     assert (steady.step_s.mean, steady.trainer_busy.mean, steady.staleness.mean) == (2.0, 0.5, 0.5)
     assert steady.steps == LEAST_STEPS * BATCHES and steady.precision == 0.0
