@@ -87,7 +87,7 @@ def test_a_link_that_says_nothing_is_refused(text: str) -> None:
         parse_link(text)
 
 
-PRICED = ("--assume", "workload.prompt_tokens=200", "--assume", "workload.sampled_tokens=100")
+PRICED = [f"--assume=workload.{each}" for each in ("prompt_tokens=200", "sampled_tokens=100", "tools_s=1", "grading_s=1")]
 
 
 def test_a_plan_without_a_run_counts_money(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
