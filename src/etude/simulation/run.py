@@ -48,6 +48,19 @@ CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(argu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The end of a simulation before its last step, if any."""
+
+    until_s: float | None = None
+    """Virtual time at which it ends."""
+    is_enough: IsEnough | None = None
+    """Ends it as soon as this is true of the events of trainer and engines."""
+
+
+LAST_STEP = Stop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RegionModel:
     """A region of a simulated run."""
 
@@ -155,25 +168,23 @@ class SimulatedRun:
         self._occupied: list[tuple[float, int]] = []
         self._background: set[asyncio.Task[None]] = set()
 
-    async def play(self, *, until_s: float | None = None, is_enough: IsEnough | None = None) -> SimulatedEvents:
-        """Run all steps, or those within ``until_s`` seconds or until ``is_enough``, with one instance of each part."""
+    async def play(self, stop: Stop = LAST_STEP) -> SimulatedEvents:
+        """Run all steps, or those until ``stop``, with one instance of each part."""
         now = LoopClock().now
         with EventLog(self._folder / "events", "rollouts", now=now) as events, self.open_ledger() as ledger:
             self.start_background()
             try:
-                await self._take_steps(ledger, events, until_s, is_enough)
+                await self._take_steps(ledger, events, stop)
             finally:
                 await self.stop_background()
         return self.events()
 
-    async def _take_steps(
-        self, ledger: Ledger, events: EventLog, until_s: float | None, is_enough: IsEnough | None
-    ) -> None:
-        """Run trainer and rollouts process, to the last step, until ``until_s`` or until ``is_enough``."""
+    async def _take_steps(self, ledger: Ledger, events: EventLog, stop: Stop) -> None:
+        """Run trainer and rollouts process, to the last step or until ``stop``."""
         with suppress(TimeoutError), self.open_ledger() as trainers:
-            async with asyncio.timeout(until_s) as limit, asyncio.TaskGroup() as group:
-                if is_enough is not None:
-                    self._spawn(self._end_when(is_enough, limit))
+            async with asyncio.timeout(stop.until_s) as limit, asyncio.TaskGroup() as group:
+                if stop.is_enough is not None:
+                    self._spawn(self._end_when(stop.is_enough, limit))
                 group.create_task(self.roll(ledger, events))
                 await self.train(trainers)
 
@@ -392,16 +403,13 @@ def simulate(
     *,
     seed: int = 0,
     poll_s: float | None = None,
-    until_s: float | None = None,
-    is_enough: IsEnough | None = None,
+    stop: Stop = LAST_STEP,
 ) -> SimulatedEvents:
-    """Run all steps of a recipe in virtual time, or those within a number of seconds or until the events of trainer and
-    engines are enough; ``poll_s`` as in :class:`SimulatedRun`.
-    """
+    """Run all steps of a recipe in virtual time, or those until ``stop``; ``poll_s`` as in :class:`SimulatedRun`."""
 
     async def main(folder: Path) -> SimulatedEvents:
         run = SimulatedRun(config, calibration, regions, folder, seed=seed, poll_s=poll_s)
-        return await run.play(until_s=until_s, is_enough=is_enough)
+        return await run.play(stop)
 
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="etude-plan-") as name:
         return run_virtually(main(Path(name)))

@@ -23,7 +23,7 @@ from etude.errors import ConfigError
 from etude.simulation.calibration import RunCalibration
 from etude.simulation.figures import FULL, HOUR_S, RunFigures
 from etude.simulation.priced import DAY_H, Fleet, gpu_price
-from etude.simulation.run import SimulatedEvents, simulate, skipped_steps
+from etude.simulation.run import SimulatedEvents, Stop, simulate, skipped_steps
 from etude.simulation.steady import SteadyState, batches_of
 from etude.simulation.workload import STAGES, Workload
 from etude.telemetry.events import Logged
@@ -132,15 +132,9 @@ def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
     )
 
 
-def simulate_fleet(
-    fleet: Fleet, *, seed: int = 0, hours: float | None = None, precision: float | None = None
-) -> "FleetSimulation":
-    """Simulate a fleet at a reduced scale.
-
-    ``hours`` is the simulated time; ``None``: one round of the workload. With ``precision``, the simulation ends as
-    soon as every interval of its :class:`~etude.simulation.steady.SteadyState` is narrower, each way, than this share
-    of its mean.
-    """
+def simulate_fleet(fleet: Fleet, *, seed: int = 0, extent: "SimulationExtent | None" = None) -> "FleetSimulation":
+    """Simulate a fleet at a reduced scale, by default for one round of its workload."""
+    hours, precision = (None, None) if extent is None else (extent.hours, extent.precision)
     small = SmallFleet.of(fleet, hours)
     second_s, skipped = small.second_s, skipped_steps(fleet.config)
     regions = [
@@ -164,10 +158,8 @@ def simulate_fleet(
         state = steady(logged)
         return precision is not None and state is not None and state.precision <= precision
 
-    enough = None if precision is None else is_enough
-    events = simulate(
-        small.config, small.calibration, regions, seed=seed, poll_s=POLL_S, until_s=until_s, is_enough=enough
-    )
+    stop = Stop(until_s=until_s, is_enough=None if precision is None else is_enough)
+    events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=POLL_S, stop=stop)
     figures, state = RunFigures.of_events(events.logged, skipped=skipped), None
     if precision is not None and (state := steady(events.logged)) is not None:
         figures = replace(
@@ -179,6 +171,18 @@ def simulate_fleet(
         )
     figures = replace(figures, step_s=figures.step_s * second_s, engine_s=figures.engine_s * second_s)
     return FleetSimulation(figures=figures, events=events, small=small, steady=state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationExtent:
+    """How long a fleet is simulated."""
+
+    hours: float | None = None
+    """The simulated time; ``None``: one round of the workload."""
+    precision: float | None = None
+    """The simulation ends as soon as every interval of its :class:`~etude.simulation.steady.SteadyState` is narrower,
+    each way, than this share of its mean.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

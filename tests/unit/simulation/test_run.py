@@ -18,7 +18,7 @@ from etude.simulation.calibration import RunCalibration, TrainerTimes, fit_engin
 from etude.simulation.engine import EngineRates, ModelledEngine
 from etude.simulation.figures import RunFigures, bottleneck, done_steps
 from etude.simulation.fit import calibrate
-from etude.simulation.run import Lent, RegionModel, SimulatedEvents, simulate
+from etude.simulation.run import Lent, RegionModel, SimulatedEvents, Stop, simulate
 from etude.simulation.workload import RolloutWork, Workload
 from etude.telemetry.events import EngineStats, Logged, RolloutClosed, StepDone
 from etude.types import RolloutStatus
@@ -159,7 +159,9 @@ def test_no_token_is_staler_than_the_bound(staleness: int) -> None:
 
 def test_a_run_ends_once_its_events_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "CHECK_S", 0.1)
-    events = simulate(recipe(staleness=1), CALIBRATION, HERE, is_enough=lambda logged: len(done_steps(logged)) >= 3)
+    events = simulate(
+        recipe(staleness=1), CALIBRATION, HERE, stop=Stop(is_enough=lambda logged: len(done_steps(logged)) >= 3)
+    )
     assert [each.event.step for each in events.steps if isinstance(each.event, StepDone)] == [1, 2, 3]
 
 

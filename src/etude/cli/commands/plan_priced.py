@@ -25,7 +25,16 @@ from etude.run.pretend import resolved_there
 from etude.simulation.figures import HOUR_S, RunFigures, bottleneck
 from etude.simulation.priced import Costs, Fleet, PricedPlan
 from etude.simulation.run import SimulatedEvents
-from etude.simulation.split import FleetSimulation, Goal, engine_s, search, simulate_fleet, steps_by_hour, trainer_s
+from etude.simulation.split import (
+    FleetSimulation,
+    Goal,
+    SimulationExtent,
+    engine_s,
+    search,
+    simulate_fleet,
+    steps_by_hour,
+    trainer_s,
+)
 from etude.simulation.steady import SteadyState
 from etude.types import Json
 
@@ -59,21 +68,20 @@ def show_priced(
     goal: Goal | None,
     seed: int,
     *,
-    hours: float | None,
-    precision: float | None,
+    extent: SimulationExtent,
     as_json: bool,
 ) -> None:
     """Simulate a plan, for some hours or a few steps, and print it; with a goal, the best split for it."""
-    resolved = resolved_there(config)
+    resolved, hours = resolved_there(config), extent.hours
     console = Console(stderr=as_json)
     with console.status("simulating"):
         fleet = Fleet.of(resolved, spec_of_recipe(resolved), plan)
         if goal is None:
-            simulated = simulate_fleet(fleet, seed=seed, hours=hours, precision=precision)
+            simulated = simulate_fleet(fleet, seed=seed, extent=extent)
         else:
             fleet, simulated = search(fleet, goal, seed=seed)
     figures, events, factor = simulated.figures, simulated.events, simulated.small.factor
-    shows_hours = hours is not None and (precision is None or any(region.lent for region in fleet.regions))
+    shows_hours = hours is not None and (extent.precision is None or any(region.lent for region in fleet.regions))
     by_hour = steps_by_hour(events, simulated.small) if shows_hours else {}
     if as_json:
         hourly = {"steps_by_hour": {str(hour): round(steps, 2) for hour, steps in by_hour.items()}} if by_hour else {}

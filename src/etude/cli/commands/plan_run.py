@@ -31,7 +31,7 @@ from etude.run.folder import RunFolder
 from etude.simulation.figures import RunFigures, bottleneck
 from etude.simulation.fit import calibrate
 from etude.simulation.run import RegionModel, SimulatedEvents, simulate, skipped_steps
-from etude.simulation.split import parse_goal
+from etude.simulation.split import SimulationExtent, parse_goal
 from etude.telemetry.log import EventReader
 from etude.types import Json
 
@@ -107,7 +107,8 @@ def run(
         plan = load_plan(hardware, assume or ())
         if precision is not None and hours is None:
             raise ConfigError(f"--precision {precision:g} is of so many hours: add --hours, such as --hours 720")
-        show_priced(load_recipe(recipe, overrides), plan, goal, seed, hours=hours, precision=precision, as_json=as_json)
+        extent = SimulationExtent(hours=hours, precision=precision)
+        show_priced(load_recipe(recipe, overrides), plan, goal, seed, extent=extent, as_json=as_json)
         return
     refuse({"--assume": assume, "--search": search}, "a run says how fast all is, and not what it costs")
     refuse({"--hours": hours, "--precision": precision}, "a plan from a run has that run's steps")

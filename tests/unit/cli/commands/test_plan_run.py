@@ -87,7 +87,8 @@ def test_a_link_that_says_nothing_is_refused(text: str) -> None:
         parse_link(text)
 
 
-PRICED = [f"--assume=workload.{each}" for each in ("prompt_tokens=200", "sampled_tokens=100", "tools_s=1", "grading_s=1")]
+SHORT = ("prompt_tokens=200", "sampled_tokens=100", "tools_s=1", "grading_s=1")
+PRICED = [f"--assume=workload.{each}" for each in SHORT]
 
 
 def test_a_plan_without_a_run_counts_money(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
