@@ -117,6 +117,12 @@ class RepositoryOptions(Section):
     """Demonstrations (``brief``): probability that an edit is the right one."""
     read_first: float = Field(default=0.8, ge=0, le=1)
     """Demonstrations (``brief``): probability of reading the file before the edit."""
+    elsewhere: float = Field(default=0.0, ge=0, le=1)
+    """Demonstrations (``brief``): share of documents about short functions of the Python standard library: sessions
+    with a planted bug, and instead of right code, exercises that write every line of a function with several bugs
+    again. The other documents are about the tasks' own training functions, which a small model remembers; in thousands
+    of other functions it has to read.
+    """
 
 
 class LookupOptions(Section):

@@ -20,7 +20,8 @@ from etude.sandboxes.images.store import ImageStore
 from etude.tasks.corpora.transcripts import Message
 from etude.tasks.heldout import in_turns
 from etude.tasks.repositories.folder import RepositoryTasks
-from etude.tasks.repositories.mutations import mutants
+from etude.tasks.repositories.library import LibraryFunctions
+from etude.tasks.repositories.mutations import Mutant, mutants, unproved_mutants
 from etude.tasks.repositories.spans import Function, SourceText, apply, last_line
 from etude.types import Split, Task
 
@@ -28,6 +29,10 @@ MIN_MISTAKES = 2
 """Minimum number of wrong versions of a line: one is the bug, another the imperfect agent's wrong edit."""
 PLACES_PER_FUNCTION = 64
 """Maximum number of mutants of one function that are tried."""
+ALL = "all"
+"""Last word of an exercise's prompt."""
+MOST_BUGS = 6
+"""Maximum number of bugs of an exercise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +55,11 @@ class Repair:
 
     def shown(self, line: str) -> str:
         """The output of ``read PATH FIRST`` if the file had ``line`` at this position."""
-        lines = (*self.lines[: self.line - 1], line, *self.lines[self.line :])
-        return tools.number_lines("\n".join(lines), self.first)
+        return _shown(self, {self.line: line})
+
+    def edit(self, line: str) -> Message:
+        """The agent's message that writes ``line`` at this position."""
+        return _edit(self.path, self.line, line)
 
 
 def open_repositories(options: RepositoryOptions, context: FamilyContext) -> TaskFamily:
@@ -104,26 +112,68 @@ class RepairDemonstrations:
         self._tasks = tasks
         self._options = options
         self._split = split
+        self._by_function: dict[tuple[str, int], Sequence[Repair]] = {}
+        """Repairs in functions of the standard library that were drawn before, by file and line."""
 
-    def code(self, rng: Random) -> str:
-        """A right function as the agent sees it."""
+    def code(self, rng: Random) -> str | list[Message]:
+        """A right function as the agent sees it; elsewhere, an exercise."""
+        if self._is_elsewhere(rng):
+            return self._exercise(rng)
         repair = rng.choice(self._repairs)
         return repair.shown(repair.right)
 
     def session(self, rng: Random) -> list[Message]:
         """A session on a new bug: the agent may read the function first, edits the line, and submits."""
-        repair = rng.choice(self._repairs)
+        repair = rng.choice(self._elsewhere(rng) if self._is_elsewhere(rng) else self._repairs)
         bug = rng.choice(repair.mistakes)
         messages = [Message("user", ask(repair.function, repair.path, repair.first))]
         if rng.random() < self._options.read_first:
-            messages.append(Message("assistant", f"{tools.READ} {repair.path} {repair.first}"))
-            messages.append(Message("user", repair.shown(bug)))
+            messages += _reading(repair, repair.shown(bug))
         is_right = rng.random() < self._options.right_edit
         line = repair.right if is_right else rng.choice([mistake for mistake in repair.mistakes if mistake != bug])
-        messages.append(Message("assistant", f"{tools.EDIT} {repair.path} {repair.line}\n{line}"))
-        messages.append(Message("user", tools.OK))
-        messages.append(Message("assistant", tools.SUBMIT))
-        return messages
+        return [*messages, repair.edit(line), Message("user", tools.OK), Message("assistant", tools.SUBMIT)]
+
+    def _exercise(self, rng: Random) -> list[Message]:
+        """A function with several bugs, of which every line is written again, right, in any order: much copying for one
+        reading. The prompt differs from a task's, so that a session still ends after one edit.
+        """
+        repairs = self._elsewhere(rng)
+        one = repairs[0]
+        bugs = rng.sample(repairs, min(len(repairs), rng.randint(1, MOST_BUGS)))
+        numbers = [number for number in range(one.first, len(one.lines) + 1) if one.lines[number - 1].strip()]
+        messages = [Message("user", f"{ask(one.function, one.path, one.first)} {ALL}")]
+        messages += _reading(one, _shown(one, {bug.line: rng.choice(bug.mistakes) for bug in bugs}))
+        for number in rng.sample(numbers, len(numbers)):
+            messages += [_edit(one.path, number, one.lines[number - 1]), Message("user", tools.OK)]
+        return [*messages, Message("assistant", tools.SUBMIT)]
+
+    def _is_elsewhere(self, rng: Random) -> bool:
+        """True if a document is about the standard library. Held-out documents are about the tasks' code alone. A share
+        of 0 draws no random number, so that documents without one stay the same.
+        """
+        share = self._options.elsewhere if self._split is Split.TRAIN else 0.0
+        return share > 0 and rng.random() < share
+
+    def _elsewhere(self, rng: Random) -> Sequence[Repair]:
+        """The repairs of a function of the standard library that has any."""
+        while True:
+            source, function = self._library.draw(rng)
+            key = source.path, function.line
+            if key not in self._by_function:
+                bugs = _mistakes(source, function, unproved_mutants(source, function))
+                repairs = _repairs_of(source, function, bugs, self._fewest, last_line(function.node))
+                self._by_function[key] = [*repairs]
+            if self._by_function[key]:
+                return self._by_function[key]
+
+    @cached_property
+    def _library(self) -> LibraryFunctions:
+        return LibraryFunctions()
+
+    @property
+    def _fewest(self) -> int:
+        """The number of wrong versions that a line needs: an agent without wrong edits needs only the bug."""
+        return MIN_MISTAKES if self._options.right_edit < 1 else 1
 
     @cached_property
     def _repairs(self) -> Sequence[Repair]:
@@ -137,7 +187,7 @@ class RepairDemonstrations:
                 kept_out = {name.rpartition(":")[2] for name in heldout if name.startswith(prefix + ":")}
                 sources.setdefault(path, (SourceText(path, text), kept_out))
         shown = _repairs if self._split is Split.TRAIN else _heldout_repairs
-        repairs = [repair for source, kept_out in sources.values() for repair in shown(source, kept_out)]
+        repairs = [repair for source, kept_out in sources.values() for repair in shown(source, kept_out, self._fewest)]
         if not repairs:
             raise ConfigError(f"{family.folder} has no {self._split} function with a line that could be got wrong")
         return repairs
@@ -146,6 +196,21 @@ class RepairDemonstrations:
 def ask(function: str, path: str, line: int) -> str:
     """The prompt of a brief task."""
     return f"fix {function} in {path} {line}"
+
+
+def _edit(path: str, number: int, line: str) -> Message:
+    return Message("assistant", f"{tools.EDIT} {path} {number}\n{line}")
+
+
+def _reading(repair: Repair, shown: str) -> list[Message]:
+    """The agent reads the function, and what it sees."""
+    return [Message("assistant", f"{tools.READ} {repair.path} {repair.first}"), Message("user", shown)]
+
+
+def _shown(repair: Repair, wrong: Mapping[int, str]) -> str:
+    """The output of ``read PATH FIRST`` with other lines at some positions."""
+    lines = [wrong.get(number, line) for number, line in enumerate(repair.lines, start=1)]
+    return tools.number_lines("\n".join(lines), repair.first)
 
 
 def _brief(family: RepositoryTasks, images: ImageStore, split: Split) -> Iterator[Task]:
@@ -161,7 +226,7 @@ def _brief(family: RepositoryTasks, images: ImageStore, split: Split) -> Iterato
             yield replace(task, prompt=ask(function.qualname, path, _first(function)))
 
 
-def _repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
+def _repairs(source: SourceText, heldout: set[str], fewest: int) -> Iterator[Repair]:
     """Repairs in functions for training: not held out, and not shown together with a held-out function."""
     functions = list(source.functions())
     hidden = [
@@ -169,25 +234,31 @@ def _repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
     ]
     for function in functions:
         if function.top not in heldout and not any(line in _view(function) for line in hidden):
-            yield from _repairs_of(source, function)
+            bugs = _mistakes(source, function, mutants(source, function))
+            yield from _repairs_of(source, function, bugs, fewest)
 
 
-def _heldout_repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
+def _heldout_repairs(source: SourceText, heldout: set[str], fewest: int) -> Iterator[Repair]:
     """Repairs in held-out functions."""
     for function in source.functions():
         if function.top in heldout:
-            yield from _repairs_of(source, function)
+            bugs = _mistakes(source, function, mutants(source, function))
+            yield from _repairs_of(source, function, bugs, fewest)
 
 
-def _repairs_of(source: SourceText, function: Function) -> Iterator[Repair]:
-    for line, mistakes in _mistakes(source, function).items():
-        if line in _view(function) and len(mistakes) >= MIN_MISTAKES:
+def _repairs_of(
+    source: SourceText, function: Function, bugs: Mapping[int, list[str]], fewest: int, end: int | None = None
+) -> Iterator[Repair]:
+    """Repairs in a function, of lines with at least ``fewest`` bugs, in a file that has no line after ``end``."""
+    lines = tuple(source.text.split("\n")[:end])
+    for line, mistakes in bugs.items():
+        if line in _view(function) and len(mistakes) >= fewest:
             yield Repair(
                 path=source.path,
                 function=function.qualname,
                 first=_first(function),
                 line=line,
-                lines=tuple(source.text.split("\n")),
+                lines=lines,
                 mistakes=tuple(mistakes),
             )
 
@@ -197,14 +268,18 @@ def _view(function: Function) -> range:
     return range(_first(function), _first(function) + tools.WINDOW_LINES)
 
 
-def _mistakes(source: SourceText, function: Function) -> Mapping[int, list[str]]:
+def _mistakes(source: SourceText, function: Function, bugs: Iterator[Mutant]) -> Mapping[int, list[str]]:
     """Line number in the function → wrong versions of that line."""
     mistakes: dict[int, list[str]] = {}
-    for mutant, _ in zip(mutants(source, function), range(PLACES_PER_FUNCTION), strict=False):
-        wrong = apply(source.text, [mutant.edit])
-        line = _only_difference(wrong, source.text)
-        if line:
-            mistakes.setdefault(line, []).append(wrong.split("\n")[line - 1])
+    for mutant, _ in zip(bugs, range(PLACES_PER_FUNCTION), strict=False):
+        edit = mutant.edit
+        if "\n" not in source.text[edit.start : edit.end] + edit.text:
+            start = source.line_start(mutant.line)
+            right = source.line(mutant.line).rstrip("\r\n")
+            here = replace(edit, start=edit.start - start, end=edit.end - start)
+            wrong = apply(right, [here])
+            if wrong != right:
+                mistakes.setdefault(mutant.line, []).append(wrong)
     return mistakes
 
 

@@ -1,5 +1,6 @@
 """Brief tasks: one line, asked for in a line; and nothing of a held-out function in what a model learns from."""
 
+import sysconfig
 from pathlib import Path
 from random import Random
 
@@ -119,6 +120,57 @@ def test_sessions_are_edits_of_one_line_some_of_them_right(folder: Path) -> None
         assert edit.path == PATH
         right += lines[edit.line - 1] == edit.text
     assert 60 < right < 140
+
+
+def test_documents_elsewhere_are_about_the_standard_library(folder: Path) -> None:
+    options = RepositoryOptions(elsewhere=1.0, read_first=1.0, right_edit=1.0)
+    demonstrations = RepairDemonstrations(brief(folder), options)
+    rng = Random(2)
+    for _ in range(20):
+        prompt, read, shown, edit, ok, submit = demonstrations.session(rng)
+        call = tools.parse_call(edit.content)
+        assert isinstance(call, tools.EditFile)
+        right = library_lines(call.path)
+        first = int(prompt.content.split()[-1])
+        assert prompt.content == ask(prompt.content.split()[1], call.path, first)
+        assert read.content == f"read {call.path} {first}"
+        assert (ok.content, submit.content) == (tools.OK, tools.SUBMIT)
+        assert differing(shown.content, right, first) == [call.line]
+        assert call.text == right[call.line - 1]
+
+
+def test_an_exercise_writes_every_line_of_a_function_with_several_bugs(folder: Path) -> None:
+    demonstrations = RepairDemonstrations(brief(folder), RepositoryOptions(elsewhere=1.0))
+    rng = Random(3)
+    bugs = set[int]()
+    for _ in range(20):
+        exercise = demonstrations.code(rng)
+        assert not isinstance(exercise, str)
+        edits = [call for message in exercise if isinstance(call := tools.parse_call(message.content), tools.EditFile)]
+        right = library_lines(edits[0].path)
+        shown = exercise[2].content
+        wrong = differing(shown, right, int(exercise[1].content.split()[-1]))
+        assert {edit.line: edit.text for edit in edits}.items() >= {line: right[line - 1] for line in wrong}.items()
+        assert all(edit.text == right[edit.line - 1] for edit in edits)
+        assert len(edits) == sum(bool(line.partition(" ")[2].strip()) for line in shown.split("\n"))
+        bugs.add(len(wrong))
+    assert max(bugs) > 1
+
+
+def test_held_out_documents_are_never_elsewhere(folder: Path) -> None:
+    demonstrations = RepairDemonstrations(brief(folder), RepositoryOptions(elsewhere=1.0), Split.HELDOUT)
+    rng = Random(0)
+    assert {demonstrations.session(rng)[0].content.split()[3] for _ in range(20)} == {PATH}
+
+
+def library_lines(path: str) -> list[str]:
+    return (Path(sysconfig.get_paths()["stdlib"]) / path).read_text(encoding="utf-8").split("\n")
+
+
+def differing(shown: str, right: list[str], first: int) -> list[int]:
+    """The numbers of the shown lines that differ from those of the file."""
+    lines = [line.partition(" ")[2] for line in shown.split("\n")]
+    return [number for number, line in enumerate(lines, start=first) if line != right[number - 1]]
 
 
 def test_a_side_without_tasks_is_refused(tmp_path: Path) -> None:
