@@ -17,7 +17,7 @@ SHELL := bash
 .NOTPARALLEL:
 # Containers often set it, and then each of a run's processes compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help dist docs sbom demo fleet-demo pretrained test test-all stranger check lint format types layers shape words sizes harness machines base bench-setup bench ui pins clean
+.PHONY: help dist docs sbom demo fleet-demo pretrained test test-all mutants stranger check lint format types layers shape words sizes harness machines base bench-setup bench ui pins clean
 
 BIN := .venv/bin
 QUIET := --disable-pip-version-check -qq
@@ -60,6 +60,9 @@ test: .venv/dev.stamp ## run the tests; ARGS="-k codec" picks some, WORKERS=4 ru
 test-all: .venv/dev.stamp .venv/pretrained.stamp .venv/ray.stamp $(VLLM) $(HARNESS) .venv-tinker/stamp .venv-environments/stamp .venv-trackers/stamp .venv-trl/stamp base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
 	@echo "about $(REST_MINUTES) minutes on two cores, beside what \`make test\` runs"
 	@$(PYTEST) -m heavy -rs $(ARGS)
+
+mutants: .venv/dev.stamp ## plant bugs in the pure cores and count those that tests notice; ARGS="schedule --mutants 200 --workers 4"
+	@$(BIN)/python tools/mutants.py $(ARGS)
 
 stranger: ## follow the README in a fresh clone and a fresh environment, each way to its first result; ARGS=--short
 	@$(PYTHON) tools/stranger.py $(ARGS)

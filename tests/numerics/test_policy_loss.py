@@ -387,6 +387,18 @@ def test_a_microbatch_without_tokens_adds_nothing() -> None:
         assert (float(result.loss.detach()), result.truncated, result.masked) == (0.0, 0, 0)
 
 
+@pytest.mark.parametrize(("advantage", "masked"), [(1.0, 1), (0.0, 0)])
+def test_a_token_without_an_advantage_has_nothing_to_clip(advantage: float, masked: int) -> None:
+    tokens = LossTokens(
+        logprobs_N=torch.tensor([-0.1]),
+        engine_logprobs_N=torch.tensor([-3.0]),
+        advantages_N=torch.tensor([advantage]),
+        trajectories_N=torch.tensor([0]),
+    )
+    config = make_config({"kind": "ppo_clip", "correction": "none"})
+    assert policy_loss(tokens, config, Totals(tokens=1, trajectories=1)).masked == masked
+
+
 def test_an_absurd_ratio_is_cut_and_not_made_into_nan() -> None:
     """Exp of it overflows: where a weight bounds or masks it, the token is counted and the rest still learns."""
     for correction in ("tis", "mis", "icepop", "sequence_mis"):

@@ -29,12 +29,12 @@ from etude.models.spec import TINY, TINY_LATENT, ModelSpec
 from etude.run.trainer_group import GroupCommand, TrainerGroup
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.mismatch import MismatchProbe
-from etude.trainer.moments import local
 from etude.trainer.muon import Muon
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise
 from etude.trainer.policy import PolicyTrainer
 from etude.trainer.reference import Reference
+from etude.trainer.sharded import local
 from etude.types import UNSAMPLED, Trajectory
 from trainer_ranks import make_model, run_ranks, whole_model
 

@@ -1,11 +1,15 @@
 """The keys of a recipe in words: what each takes, its default and its meaning, read off the sections themselves."""
 
+import ast
 import difflib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from etude.config.plugins import Registry
 from etude.config.recipe import RunConfig
-from etude.config.section import OptionsOf
+from etude.config.section import OptionsOf, Section
 
 SCALARS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "nothing"}
 BOUNDS = {
@@ -86,6 +90,28 @@ def find(word: str) -> list[Table]:
     return next((matches for way in ways if (matches := _only(every, way))), [])
 
 
+def meanings_of(section: type[BaseModel]) -> dict[str, str]:
+    """Key → its docstring, for those keys of a section and of its bases that have one.
+
+    Read from the source when they are printed: pydantic would read them in every process, for a quarter of a second.
+    """
+    meanings: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        node = _classes(base.__module__).get(base.__name__) if issubclass(base, Section) else None
+        for key, docstring in pairwise(node.body if node else ()):
+            match key, docstring:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    meanings[name] = inspect.cleandoc(text)
+    return meanings
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Name → source of each class of a module."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+
+
 def suggestion(parents: tuple[str, ...], name: str, whole: type[BaseModel] = RunConfig) -> str:
     """Guess the key that was meant by an unknown one: one like it there, or the same one of another section."""
     names = _names(parents, whole)
@@ -107,7 +133,12 @@ def _tables(section: type[BaseModel], path: tuple[str, ...], *, in_array: bool) 
     name, within = ".".join(path), {name: _section_of(field) for name, field in section.model_fields.items()}
     title = f"[[{name}]]" if in_array else f"[{name}]"
     prefix = f"{name}[]." if in_array else f"{name}."
-    keys = [_key(prefix.lstrip("."), name, section.model_fields[name]) for name, inner in within.items() if not inner]
+    meanings = meanings_of(section)
+    keys = [
+        _key(prefix.lstrip("."), name, section.model_fields[name], meanings.get(name, ""))
+        for name, inner in within.items()
+        if not inner
+    ]
     yield Table(title if path else "", _meaning(section), tuple(keys))
     for name, inner in within.items():
         field = section.model_fields[name]
@@ -121,7 +152,7 @@ def _tables(section: type[BaseModel], path: tuple[str, ...], *, in_array: bool) 
             yield from _tables(inner, (*path, name), in_array=field.annotation is not inner)
 
 
-def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
+def _key(prefix: str, name: str, field: FieldInfo, meaning: str) -> RecipeKey:
     bounds = [
         phrase.format(limit)
         for constraint in field.metadata
@@ -132,7 +163,7 @@ def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
     takes = ", ".join([kind, *bounds])
     value = field.get_default(call_default_factory=True, validated_data={})
     default = "" if field.is_required() else json.dumps(value, ensure_ascii=False)
-    return RecipeKey(prefix + name, takes, default, _plain(field.description or ""))
+    return RecipeKey(prefix + name, takes, default, _plain(meaning))
 
 
 def _registered(rules: Iterable[object]) -> str | None:

@@ -24,7 +24,7 @@ JsonTable: TypeAlias = Annotated[dict[str, JsonValue], BeforeValidator(_lists)]
 class Section(BaseModel):
     """A frozen part of the configuration that refuses unknown keys and loose types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     def is_set(self, name: str) -> bool:
         """Tell if a key is other than its default."""

@@ -254,6 +254,7 @@ def _noun(value: Any, nouns: tuple[Any, ...]) -> Any:
     return noun(**{name: _from_json(item, hints[name]) for name, item in fields.items()})
 
 
+@cache
 def _nouns(hint: Any) -> tuple[Any, ...]:
     """The dataclasses that a field of this type may have."""
     choices = get_args(hint) if get_origin(hint) is UnionType else (hint,)

@@ -310,15 +310,20 @@ def rollout_counts(db: Database, purpose: str) -> dict[str, int]:
 
 def progress_counts(db: Database, purpose: str) -> dict[str, int]:
     """State → number of groups (absent if none), ``steps_done``, and the cursor as ``drawn`` and ``committed``
-    (absent if nothing was drawn); a single statement, so a consistent snapshot.
+    (absent if nothing was drawn); a single statement, so a consistent snapshot. Consumed groups, nearly all of a long
+    run, are not counted one by one: they are the rest of all indices.
     """
     sql = (
-        "SELECT state, count(*) FROM groups WHERE purpose = ? GROUP BY state"
+        "SELECT state, count(*) FROM groups"
+        " WHERE purpose = ? AND state IN ('open', 'ready', 'claimed', 'dropped') GROUP BY state"
+        " UNION ALL SELECT 'consumed', coalesce(max(group_index) + 1, 0) FROM groups WHERE purpose = ?"
         " UNION ALL SELECT 'steps_done', count(*) FROM steps WHERE state = 'done'"
         " UNION ALL SELECT 'drawn', drawn FROM cursors WHERE purpose = ?"
         " UNION ALL SELECT 'committed', committed FROM cursors WHERE purpose = ?"
     )
-    return dict(db.execute(sql, purpose, purpose, purpose))
+    counts: dict[str, int] = dict(db.execute(sql, purpose, purpose, purpose, purpose))
+    counts["consumed"] -= sum(counts.get(state, 0) for state in GroupState if state is not GroupState.CONSUMED)
+    return counts
 
 
 def usable_groups(db: Database, purpose: str) -> int:

@@ -46,10 +46,10 @@ from etude.trainer.batching.packing import Cost, MicroBatch, pack
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
 from etude.trainer.losses import Totals
-from etude.trainer.moments import local
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise
 from etude.trainer.policy import PolicyTrainer
+from etude.trainer.sharded import local
 from etude.trainer.version_scores import RankVersions, Rescored, Row, part_of
 from etude.trainer.whole_copy import WholeCopy
 from etude.types import Trajectory

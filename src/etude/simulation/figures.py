@@ -5,7 +5,7 @@
 The first steps are left out, since the pipeline fills, and the last ones, since no more work is admitted. Pure.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Self
@@ -41,13 +41,20 @@ class RunFigures:
         Raises :class:`~etude.errors.UserError` if no step is left.
         """
         ordered = sorted(logged, key=lambda each: each.at_s)
-        done = {each.event.step: each for each in ordered if isinstance(each.event, StepDone)}
-        counted = sorted(done)[skipped : len(done) - skipped]
+        done = sorted(done_steps(ordered))
+        counted = done[skipped : len(done) - skipped]
         if not counted or counted[0] - 1 not in done:
             raise UserError(f"{len(done)} steps are too few: {2 * skipped + 2} are needed, as {skipped} at either end "
                             f"do not count")  # fmt: skip
-        begin_s, end_s = done[counted[0] - 1].at_s, done[counted[-1]].at_s
-        steps = [each.event for step in counted if isinstance((each := done[step]).event, StepDone)]
+        return cls.of_steps(ordered, counted)
+
+    @classmethod
+    def of_steps(cls, ordered: Iterable[Logged], counted: Sequence[int]) -> Self:
+        """The figures of consecutive steps, of which one came before; the events must be in order of time."""
+        ordered, ends_s = list(ordered), done_steps(ordered)
+        begin_s, end_s = ends_s[counted[0] - 1], ends_s[counted[-1]]
+        done = {each.event.step: each.event for each in ordered if isinstance(each.event, StepDone)}
+        steps = [done[step] for step in counted]
         stats = [each.event for each in ordered if isinstance(each.event, EngineStats) and begin_s < each.at_s <= end_s]
         busy_s, window_s = sum(each.busy_s for each in stats), sum(each.window_s for each in stats)
         return cls(
@@ -76,6 +83,11 @@ class RunFigures:
         """Busy seconds of all engines per busy second of the trainer."""
         trainer_s = self.trainer_busy * self.step_s
         return self.engine_s / trainer_s if trainer_s else 0.0
+
+
+def done_steps(logged: Iterable[Logged]) -> dict[int, float]:
+    """Step → time of its end."""
+    return {each.event.step: each.at_s for each in logged if isinstance(each.event, StepDone)}
 
 
 FULL = 0.85

@@ -374,7 +374,8 @@ def draw_workload(shape: WorkloadShape) -> Workload:
         for group in (random.gauss(0.0, half) for _ in range(GROUPS))
     ]
     mean = sum(map(sum, lengths)) / (4 * GROUPS)
-    return Workload(tuple(tuple(_work(shape, length / mean) for length in group) for group in lengths))
+    groups = tuple(tuple(_work(shape, length / mean) for length in group) for group in lengths)
+    return Workload(groups, is_ordered=False)
 
 
 def _work(shape: WorkloadShape, factor: float) -> RolloutWork:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import final
+from typing import TypeAlias, final
 
 from etude.config.recipe import RunConfig
 from etude.fleet.regions import Regions
@@ -39,9 +39,25 @@ STATS_S = 5.0
 """Interval at which an engine reports its load."""
 MEMORY = Path("/dev/shm")
 """A folder in memory, if available: a simulated ledger need not be durable."""
+CHECK_S = 300.0
+"""Interval at which a run checks whether its events are enough."""
 GRADING = "grading_s"
 """Measure of a simulated session: the seconds that its grading takes."""
+IsEnough: TypeAlias = Callable[[Sequence[Logged]], bool]
 CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=None),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The end of a simulation before its last step, if any."""
+
+    until_s: float | None = None
+    """Virtual time at which it ends."""
+    is_enough: IsEnough | None = None
+    """Ends it as soon as this is true of the events of trainer and engines."""
+
+
+LAST_STEP = Stop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,23 +170,30 @@ class SimulatedRun:
         self._occupied: list[tuple[float, int]] = []
         self._background: set[asyncio.Task[None]] = set()
 
-    async def play(self, *, until_s: float | None = None) -> SimulatedEvents:
-        """Run all steps, or those within ``until_s`` seconds, with one instance of each part."""
+    async def play(self, stop: Stop = LAST_STEP) -> SimulatedEvents:
+        """Run all steps, or those until ``stop``, with one instance of each part."""
         now = LoopClock().now
         with EventLog(self._folder / "events", "rollouts", now=now) as events, self.open_ledger() as ledger:
             self.start_background()
             try:
-                await self._take_steps(ledger, events, until_s)
+                await self._take_steps(ledger, events, stop)
             finally:
                 await self.stop_background()
         return self.events()
 
-    async def _take_steps(self, ledger: Ledger, events: EventLog, until_s: float | None) -> None:
-        """Run trainer and rollouts process, to the last step or until ``until_s``."""
+    async def _take_steps(self, ledger: Ledger, events: EventLog, stop: Stop) -> None:
+        """Run trainer and rollouts process, to the last step or until ``stop``."""
         with suppress(TimeoutError), self.open_ledger() as trainers:
-            async with asyncio.timeout(until_s), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(stop.until_s) as limit, asyncio.TaskGroup() as group:
+                if stop.is_enough is not None:
+                    self._spawn(self._end_when(stop.is_enough, limit))
                 group.create_task(self.roll(ledger, events))
                 await self.train(trainers)
+
+    async def _end_when(self, is_enough: IsEnough, limit: asyncio.Timeout) -> None:
+        while not is_enough(self.logged):
+            await asyncio.sleep(CHECK_S)
+        limit.reschedule(asyncio.get_running_loop().time())
 
     def events(self) -> SimulatedEvents:
         """Events up to now."""
@@ -309,7 +332,7 @@ class ModelledAgents:
         """Simulate one session."""
         work = self._run.work(task)
         region = self._run.regions[session.session_id.partition("/")[0]]
-        tokens, prompt_tokens = work.sampled_tokens // work.turns, work.prompt_tokens // work.turns
+        tokens, prompt_tokens = work.turn_tokens, work.prompt_tokens // work.turns
         for _ in range(work.turns):
             await self._run.processors.run(self._run.call_s)
             await region.call(session, prompt_tokens=prompt_tokens, tokens=tokens)
@@ -382,15 +405,13 @@ def simulate(
     *,
     seed: int = 0,
     poll_s: float | None = None,
-    until_s: float | None = None,
+    stop: Stop = LAST_STEP,
 ) -> SimulatedEvents:
-    """Run all steps of a recipe in virtual time, or those within a number of seconds; ``poll_s`` as in
-    :class:`SimulatedRun`.
-    """
+    """Run all steps of a recipe in virtual time, or those until ``stop``; ``poll_s`` as in :class:`SimulatedRun`."""
 
     async def main(folder: Path) -> SimulatedEvents:
         run = SimulatedRun(config, calibration, regions, folder, seed=seed, poll_s=poll_s)
-        return await run.play(until_s=until_s)
+        return await run.play(stop)
 
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="etude-plan-") as name:
         return run_virtually(main(Path(name)))

@@ -13,7 +13,9 @@ remain. Long steps are simulated with virtual seconds that represent several rea
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Literal, TypeAlias
 
 from etude.config.recipe import RunConfig
@@ -21,14 +23,18 @@ from etude.errors import ConfigError
 from etude.simulation.calibration import RunCalibration
 from etude.simulation.figures import FULL, HOUR_S, RunFigures
 from etude.simulation.priced import DAY_H, Fleet, gpu_price
-from etude.simulation.run import SimulatedEvents, simulate, skipped_steps
+from etude.simulation.run import SimulatedEvents, Stop, simulate, skipped_steps
+from etude.simulation.steady import SteadyState, batches_of
 from etude.simulation.workload import STAGES, Workload
+from etude.telemetry.events import Logged
 
 MOST_ROLLOUTS = 64
 """Maximum number of rollouts of a simulated step."""
 MOST_TURNS = 8
 STEPS = 6
-"""Number of counted steps, in addition to those in which the pipeline fills and drains."""
+"""Minimum number of counted steps, in addition to those in which the pipeline fills and drains."""
+MOST_STEPS = 16
+"""Maximum number of them without a number of hours, where a round of the workload has more."""
 STEP_S = 30.0
 """Maximum number of virtual seconds of a step, by calculation."""
 POLL_S = 0.1
@@ -49,9 +55,20 @@ class SmallFleet:
     second_s: float
     """Real seconds per simulated second."""
 
+    @property
+    def round_steps(self) -> int:
+        """Number of steps in which every group of the workload is drawn once."""
+        return steps_of_round(self.calibration.workload, self.config.rollouts.groups_per_step)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Expected number of sampled tokens of a simulated step."""
+        each = fmean(work.turns * work.turn_tokens for work in self.calibration.workload.rollouts)
+        return self.config.rollouts.rollouts_per_step * each
+
     @classmethod
     def of(cls, fleet: Fleet, hours: float | None = None) -> "SmallFleet":
-        """Scale a fleet down, for a number of hours or a few steps; a small fleet is unchanged."""
+        """Scale a fleet down, for a number of hours or one round of its workload; a small fleet is unchanged."""
         rollouts, size = fleet.config.rollouts, fleet.config.rollouts.group_size
         groups = min(rollouts.groups_per_step, max(4, MOST_ROLLOUTS // size))
         factor = rollouts.groups_per_step / groups
@@ -68,7 +85,8 @@ class SmallFleet:
             }
         )
         least_s = least_step_s(fleet)
-        counted = STEPS if hours is None else max(STEPS, -(-hours * HOUR_S // least_s))
+        round_steps = min(MOST_STEPS, steps_of_round(merged, groups))
+        counted = max(STEPS, round_steps if hours is None else -(-hours * HOUR_S // least_s))
         steps = fleet.config.trainer.model_copy(update={"steps": int(counted) + 2 * skipped_steps(fleet.config)})
         second_s = max(1.0, least_s / STEP_S)
         in_the_small = replace(
@@ -87,13 +105,19 @@ class SmallFleet:
         )
 
 
+def steps_of_round(workload: Workload, groups_per_step: int) -> int:
+    """Number of steps that draw every group of a workload."""
+    return -(-len(workload.groups) // groups_per_step)
+
+
 def _merged(calibration: RunCalibration) -> tuple[Workload, float]:
     """Rollouts with fewer turns, and the seconds per call that compensate for them."""
-    groups = calibration.workload.groups
+    workload = calibration.workload
+    groups = workload.groups
     turns = sum(work.turns for group in groups for work in group)
     few = tuple(tuple(replace(work, turns=min(work.turns, MOST_TURNS)) for work in group) for group in groups)
     left = sum(work.turns for group in few for work in group)
-    return Workload(few), calibration.call_s * turns / left
+    return replace(workload, groups=few), calibration.call_s * turns / left
 
 
 def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
@@ -108,15 +132,11 @@ def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
     )
 
 
-def simulate_fleet(
-    fleet: Fleet, *, seed: int = 0, hours: float | None = None
-) -> tuple[RunFigures, SimulatedEvents, SmallFleet]:
-    """Figures of a fleet, the events of its reduced simulation, and the reduced fleet.
-
-    ``hours`` is the simulated time; ``None``: a few steps.
-    """
+def simulate_fleet(fleet: Fleet, *, seed: int = 0, extent: "SimulationExtent | None" = None) -> "FleetSimulation":
+    """Simulate a fleet at a reduced scale, by default for one round of its workload."""
+    hours, precision = (None, None) if extent is None else (extent.hours, extent.precision)
     small = SmallFleet.of(fleet, hours)
-    second_s = small.second_s
+    second_s, skipped = small.second_s, skipped_steps(fleet.config)
     regions = [
         replace(
             region,
@@ -128,18 +148,60 @@ def simulate_fleet(
         for region, n in zip(fleet.regions, small.engines, strict=True)
     ]
     until_s = None if hours is None else hours * HOUR_S / second_s
-    events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=POLL_S, until_s=until_s)
-    figures = RunFigures.of_events(events.logged, skipped=skipped_steps(fleet.config))
+    day_s = DAY_H * HOUR_S / second_s if any(region.lent for region in regions) else None
+
+    def steady(logged: Sequence[Logged]) -> SteadyState | None:
+        batches = batches_of(logged, skipped=skipped, round_steps=small.round_steps, day_s=day_s)
+        return SteadyState.of_batches(batches, small.tokens_per_step) if batches else None
+
+    def is_enough(logged: Sequence[Logged]) -> bool:
+        state = steady(logged)
+        return precision is not None and state is not None and state.precision <= precision
+
+    stop = Stop(until_s=until_s, is_enough=None if precision is None else is_enough)
+    events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=POLL_S, stop=stop)
+    figures, state = RunFigures.of_events(events.logged, skipped=skipped), None
+    if precision is not None and (state := steady(events.logged)) is not None:
+        figures = replace(
+            figures,
+            step_s=state.step_s.mean,
+            trainer_busy=state.trainer_busy.mean,
+            engine_busy=state.engine_busy.mean,
+            engine_s=state.engine_busy.mean * state.step_s.mean * sum(small.engines),
+        )
     figures = replace(figures, step_s=figures.step_s * second_s, engine_s=figures.engine_s * second_s)
-    return figures, events, small
+    return FleetSimulation(figures=figures, events=events, small=small, steady=state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationExtent:
+    """How long a fleet is simulated."""
+
+    hours: float | None = None
+    """The simulated time; ``None``: one round of the workload."""
+    precision: float | None = None
+    """The simulation ends as soon as every interval of its :class:`~etude.simulation.steady.SteadyState` is narrower,
+    each way, than this share of its mean.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSimulation:
+    """The simulation of a fleet."""
+
+    figures: RunFigures
+    """Figures of the fleet, in real seconds."""
+    events: SimulatedEvents
+    small: SmallFleet
+    steady: SteadyState | None = None
+    """Intervals of the figures in virtual seconds; ``None`` without a precision, or if there were too few steps."""
 
 
 def steps_by_hour(events: SimulatedEvents, small: SmallFleet) -> dict[int, float]:
-    """Hour of the day → steps in that hour, averaged over the simulated days."""
-    ended_s = [each.at_s * small.second_s for each in events.steps]
-    days = -(-ended_s[-1] // (DAY_H * HOUR_S))
-    counts = Counter(int(at_s // HOUR_S % DAY_H) for at_s in ended_s)
-    return {hour: count / days for hour, count in sorted(counts.items())}
+    """Hour of the day → steps in that hour, averaged over the days in which it was simulated."""
+    ended_h = [each.at_s * small.second_s / HOUR_S for each in events.steps]
+    counts = Counter(int(at_h % DAY_H) for at_h in ended_h)
+    return {hour: count / max(1.0, -(-(ended_h[-1] - hour) // DAY_H)) for hour, count in sorted(counts.items())}
 
 
 def trainer_s(fleet: Fleet) -> float:
@@ -181,7 +243,7 @@ def parse_goal(text: str) -> Goal:
     raise ConfigError(f"--search {text!r}: expected steps=N or usd=N, each for an hour, such as steps=6")
 
 
-def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigures, SimulatedEvents, SmallFleet]:
+def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, FleetSimulation]:
     """The cheapest split for the given steps per hour, or the fastest one for the given dollars per hour.
 
     Raises :class:`~etude.errors.ConfigError` if the goal cannot be reached.
@@ -190,13 +252,13 @@ def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigure
     if not fleet.config.rollouts.max_staleness:
         raise ConfigError("--search needs rollouts.max_staleness of 1 or more: else both sides wait for each other")
     chosen = split_for(fleet, HOUR_S / value) if kind == "steps" else split_within(fleet, value)
-    figures, events, small = simulate_fleet(chosen, seed=seed)
+    simulated = simulate_fleet(chosen, seed=seed)
     for _ in range(ROUNDS):
-        if kind == "usd" or figures.steps_per_hour >= value:
+        if kind == "usd" or simulated.figures.steps_per_hour >= value:
             break
-        chosen = _larger(chosen, figures)
-        figures, events, small = simulate_fleet(chosen, seed=seed)
-    return chosen, figures, events, small
+        chosen = _larger(chosen, simulated.figures)
+        simulated = simulate_fleet(chosen, seed=seed)
+    return chosen, simulated
 
 
 def _larger(fleet: Fleet, figures: RunFigures) -> Fleet:

@@ -8,6 +8,7 @@ are preserved.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 from statistics import fmean
 from typing import Self
@@ -40,12 +41,21 @@ class RolloutWork:
     model_s: float = 0.0
     """Recorded time of waiting for the model; the simulation determines its own."""
 
+    @property
+    def turn_tokens(self) -> int:
+        """Sampled tokens of each simulated turn."""
+        return self.sampled_tokens // self.turns
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Recorded groups of rollouts, in the order in which they were admitted."""
 
     groups: tuple[tuple[RolloutWork, ...], ...]
+    is_ordered: bool = True
+    """False if the order has no meaning: then a run goes through all groups again and again, each time in a new order,
+    so that its means vary little.
+    """
 
     @classmethod
     def of_events(cls, logged: Iterable[Logged]) -> Self:
@@ -74,6 +84,9 @@ class Workload:
 
     def draw(self, place: float, group: int, random: Random) -> RolloutWork:
         """The work of a rollout of ``group``, which is admitted at position ``place`` of the run, from 0 to 1."""
+        if not self.is_ordered:
+            round_number, index = divmod(group, len(self.groups))
+            return random.choice(self.groups[_shuffled(len(self.groups), round_number)[index]])
         of_group = Random(group)  # the same position for all its rollouts
         last = len(self.groups) - 1
         near = min(1.0, max(0.0, place + of_group.uniform(-NEAR, NEAR)))
@@ -95,7 +108,12 @@ class Workload:
 
     def scaled(self, factors: Mapping[str, float]) -> "Workload":
         """The workload with some fields of :class:`RolloutWork` multiplied, each by its factor."""
-        return Workload(tuple(tuple(_scaled(work, factors) for work in group) for group in self.groups))
+        return replace(self, groups=tuple(tuple(_scaled(work, factors) for work in group) for group in self.groups))
+
+
+@cache
+def _shuffled(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(Random(seed).sample(range(count), count))
 
 
 def _scaled(work: RolloutWork, factors: Mapping[str, float]) -> RolloutWork:

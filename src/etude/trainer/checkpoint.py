@@ -36,10 +36,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from etude.errors import DamagedError, InfrastructureError
 from etude.fsync import sync
+from etude.trainer.sharded import is_sharded, local, sharded_as
 from etude.weights.device import STORED_TYPES
 
 KEEP = 2
@@ -93,7 +93,9 @@ class Box:
 def box_of(tensor: Tensor) -> Box:
     """The region of a tensor that this rank holds: its shard, or everything."""
     start, shape = [0] * tensor.ndim, list(tensor.shape)
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
+        from torch.distributed.tensor import Replicate, Shard  # loaded anyway where something is sharded
+
         coordinates = tensor.device_mesh.get_coordinate()
         assert coordinates is not None
         for axis, (placement, coordinate) in enumerate(zip(tensor.placements, coordinates, strict=True)):
@@ -201,7 +203,7 @@ class Checkpoints:
     def _own(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Tensors that this rank has to write: its parts of sharded tensors, and on rank 0 the replicated tensors."""
         for name, tensor in tensors.items():
-            if not isinstance(tensor, DTensor):
+            if not is_sharded(tensor):
                 if self._rank == 0:
                     yield name, tensor
                 continue
@@ -233,7 +235,7 @@ class _Parts:
         copies, places, on_gpu = dict[str, Tensor](), dict[str, Any](), False
         for name, tensor in tensors:
             places[name] = {"shape": list(tensor.shape), "start": list(box_of(tensor).start)}
-            own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            own = local(tensor).detach()
             on_gpu = on_gpu or own.is_cuda
             copy = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
             copies[name] = copy.copy_(own, non_blocking=True)
@@ -276,12 +278,10 @@ class _Saved:
     def read(self, name: str, like: Tensor | None) -> Tensor:
         """A tensor, whole on the CPU or sharded as ``like``, which must have the same shape."""
         shape = self._shapes[name]
-        if not isinstance(like, DTensor) or like.shape != shape:
+        if like is None or not is_sharded(like) or like.shape != shape:
             return self._region(name, Box((0,) * len(shape), shape))
         own = self._region(name, box_of(like)).to(like.device)
-        sharded = DTensor.from_local(
-            own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        sharded = sharded_as(own, like, like.shape, like.stride())
         return sharded.to(like.device)  # from_local moves it to the mesh's device; offloaded moments belong elsewhere
 
     def _open(self, name: str) -> None:

@@ -26,11 +26,12 @@ from typing import Protocol, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from etude.config.training import OptimiserState
+from etude.trainer.eager import EagerAdamW
+from etude.trainer.sharded import is_sharded, local, sharded_as
 
 State: TypeAlias = MutableMapping[str, Tensor]
 """Tensors that an optimiser stores for one parameter."""
@@ -64,11 +65,6 @@ class Moments(Protocol):
     def settle(self) -> None:
         """Wait until the host can read everything that was written."""
         ...
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The local shard of a tensor, or all of an unsharded one; shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @final
@@ -162,7 +158,7 @@ MOMENTS: Mapping[OptimiserState, Callable[[], Moments]] = MappingProxyType(
 
 
 @final
-class KeptAdamW(torch.optim.AdamW):
+class KeptAdamW(EagerAdamW):
     """torch's fused AdamW, one parameter at a time, with another storage of moments."""
 
     moments: Moments
@@ -246,10 +242,8 @@ def _is_encoded(parameter: Tensor) -> bool:
 
 def _sharded(part: Tensor, parameter: Tensor) -> Tensor:
     """A tensor sharded as ``parameter`` is and as wide as ``part``, which is this rank's shard of it."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return part
     shape = torch.Size((*parameter.shape[:-1], part.shape[-1]))
     stride = tuple(shape[axis + 1 :].numel() for axis in range(len(shape)))
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
+    return sharded_as(part, parameter, shape, stride)

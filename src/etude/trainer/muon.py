@@ -20,12 +20,13 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from etude.models.attention import GroupedAttention, LatentAttention
 from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.experts import Experts, FeedForward
-from etude.trainer.moments import MOMENTUM, Moments, local
+from etude.trainer.eager import EagerOptimiser
+from etude.trainer.moments import MOMENTUM, Moments
+from etude.trainer.sharded import is_sharded, local, sharded_as
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of x ← a·x + b·(xxᵀ)x + c·(xxᵀ)²x: steepest at 0, so that five steps bring singular values to 0.7 … 1.2."""
@@ -84,7 +85,7 @@ def orthogonalise(x_MRC: Tensor) -> Tensor:
 
 
 @final
-class Muon(torch.optim.Optimizer):
+class Muon(EagerOptimiser):
     """Muon for ``matrices``, the given AdamW for the rest, as one optimiser.
 
     ``weight_decay`` is decoupled. Its state is one tensor per parameter, ``momentum``, sharded as the parameter is.
@@ -140,12 +141,9 @@ class Muon(torch.optim.Optimizer):
         average = self.moments.read(state, MOMENTUM, parameter).mul_(momentum).add_(gradient)
         self.moments.write(state, MOMENTUM, parameter, average)
         direction = gradient.add(average, alpha=momentum)
-        if not isinstance(parameter, DTensor):
+        if not is_sharded(parameter):
             return direction
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return DTensor.from_local(
-            direction, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
+        return sharded_as(direction, parameter, parameter.shape, parameter.stride())
 
 
 def _stack_size(parameter: nn.Parameter, most: int) -> int:
@@ -162,7 +160,7 @@ def _alike(parameters: Sequence[nn.Parameter], splits: Matrices) -> Iterator[lis
     """Parameters in groups that can be stacked; in the same order on every rank."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        sharding = (parameter.device_mesh, parameter.placements) if is_sharded(parameter) else None
         groups.setdefault((parameter.shape, sharding, splits[parameter]), []).append(parameter)
     yield from groups.values()
 
@@ -175,6 +173,8 @@ def _orthogonal(directions: Sequence[Tensor], split: MatrixSplit) -> Sequence[Te
     rows = _row_sharding(first)
     if rows is None:
         return _updates(stack_Mrc, split).view_as(stack_Prc).unbind()
+    from torch.distributed.tensor import DTensor, Shard  # loaded anyway where something is sharded
+
     mesh, height = rows
     shape = torch.Size((len(stack_Mrc), height, first.shape[-1]))
     stride = (height * first.shape[-1], first.shape[-1], 1)
@@ -187,7 +187,7 @@ def _orthogonal(directions: Sequence[Tensor], split: MatrixSplit) -> Sequence[Te
 
 def _row_sharding(tensor: Tensor) -> tuple[DeviceMesh, int] | None:
     """The ranks over which the rows of a tensor's matrices are sharded, and the total number of rows."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return None
     mesh, rows = tensor.device_mesh, tensor.ndim - 2
     for axis, placement in enumerate(tensor.placements):

@@ -14,15 +14,16 @@ from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from etude.config.training import OptimiserConfig
 from etude.errors import DamagedError, DivergedError
 from etude.models.decoder import Decoder
 from etude.models.hf import CausalModel
+from etude.trainer.eager import EagerAdamW
 from etude.trainer.moments import MOMENTS, InFloat32, KeptAdamW, Moments
 from etude.trainer.muon import Matrices, Muon, matrices_of
 from etude.trainer.parallel import Grid, add_gradients, clip_gradients
+from etude.trainer.sharded import is_sharded
 
 MODEL, OPTIMISER = "model", "optimiser"
 """Prefixes of names: ``model/<parameter>`` and ``optimiser/<parameter>/<key>``."""
@@ -261,7 +262,7 @@ def build_optimiser(
         for decay, is_matrix in ((weight_decay, True), (0.0, False))
         for group in _by_mesh(each for each in others if (each.ndim > 1) is is_matrix and (id(each) in head) is of_head)
     ]
-    kind, moments = torch.optim.AdamW if config.state == "fp32" else KeptAdamW, MOMENTS[config.state]()
+    kind, moments = EagerAdamW if config.state == "fp32" else KeptAdamW, MOMENTS[config.state]()
     adamw = kind(groups, lr=learning_rate, betas=betas, fused=True)
     if isinstance(adamw, KeptAdamW):
         adamw.moments = moments
@@ -274,5 +275,5 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> Sequence[list[nn.Parameter]]
     """Parameters grouped by their mesh: a fused kernel cannot take experts and other parameters together."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        groups.setdefault(parameter.device_mesh if is_sharded(parameter) else None, []).append(parameter)
     return list(groups.values())

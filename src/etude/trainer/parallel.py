@@ -19,15 +19,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Self, final
+from typing import TYPE_CHECKING, Self, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from etude.config.training import ParallelConfig
 from etude.errors import ConfigError
@@ -35,7 +33,11 @@ from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.experts import Experts, RoutedExperts
 from etude.models.hf import CausalModel, HfBlock, HfModel, materialise_hf
 from etude.trainer.parallel_context import ContextParallel
+from etude.trainer.sharded import is_sharded, is_sharded_module, local
 from etude.types import Floats
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest time that ranks wait for each other before all of them fail. It is longer than a publication may take,
@@ -183,6 +185,8 @@ def parallelise(
         for part in (*model.blocks, model):
             fill(part)
         return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # here: the import takes a second
+
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     rounded = replace(exact, param_dtype=dtype)
     for block in model.blocks:
@@ -196,7 +200,7 @@ def parallelise(
     # has ended.
     fully_shard(model, mesh=grid.everyone, reshard_after_forward=False, mp_policy=exact)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded_module(module):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo only has sums; NCCL's scaled sums would gain nothing
 
@@ -254,9 +258,9 @@ def clip_gradients(model: nn.Module, max_norm: float, *, without: nn.Module | No
     left_out = set() if without is None else set(without.parameters())
     own = (parameter.grad for parameter in model.parameters() if parameter not in left_out)
     gradients = [gradient for gradient in own if gradient is not None]
-    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    parts = [local(gradient) for gradient in gradients]
     norm = torch.nn.utils.get_total_norm(parts)
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
+    if any(map(is_sharded, gradients)):
         squares = norm.square()
         dist.all_reduce(squares)
         norm = squares.sqrt()
@@ -265,8 +269,11 @@ def clip_gradients(model: nn.Module, max_norm: float, *, without: nn.Module | No
     return norm
 
 
-def _spread(routed: RoutedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+def _spread(routed: RoutedExperts, mesh: DeviceMesh, policy: "MixedPrecisionPolicy") -> None:
     """Leave this rank its share of the experts and shard that share's rows."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard
+
     shards, spread = mesh["shards"], mesh["experts"]
     for name, parameter in list(routed.named_parameters()):
         experts, rows = parameter.shape[:2]
@@ -294,7 +301,7 @@ class AllToAllExperts:
 
     def local(self, weight_EOI: Tensor) -> Tensor:
         """[e,O,I]: this rank's part of a parameter that is sharded over the mesh."""
-        assert isinstance(weight_EOI, DTensor)
+        assert is_sharded(weight_EOI)
         return weight_EOI.to_local()
 
     def all_to_all(self, rows_RI: Tensor, ends_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

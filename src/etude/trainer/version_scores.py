@@ -17,16 +17,15 @@ from typing import Protocol, Self, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from etude.config.inference import NumericsConfig
 from etude.models.checkpoint import load_state
 from etude.models.hf import CausalModel
 from etude.trainer.checkpoint import Box, box_of
-from etude.trainer.moments import local
 from etude.trainer.parallel_context import ContextParallel
 from etude.trainer.replay import routing_of
 from etude.trainer.scores import by_trajectory, sampled_logprobs, sampled_tokens, score
+from etude.trainer.sharded import is_sharded_module, local
 from etude.types import Floats, Mask, Trajectory
 
 Row: TypeAlias = tuple[Trajectory, Mask]
@@ -181,7 +180,7 @@ class RankVersions:
         with torch.no_grad():
             for name, place in self._model.state_dict().items():
                 local(place).copy_(shards[name])
-        if isinstance(self._model, FSDPModule):
+        if is_sharded_module(self._model):
             self._model.reshard()  # drop weights that were gathered before
 
 

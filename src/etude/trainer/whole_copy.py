@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from etude.models.hf import CausalModel, make_causal_model
 from etude.trainer.checkpoint import Box, box_of
+from etude.trainer.sharded import is_sharded, local
 
 WHOLE = -1
 """Value of the change count if all numbers of a part follow."""
@@ -99,10 +99,9 @@ class WholeCopy:
 
     def _parts(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[ChangedPart]:
         """Every rank's changes of a tensor, on rank 0; of a replicated tensor only rank 0's."""
-        is_sharded = isinstance(tensor, DTensor)
-        if not is_sharded and not self._is_first:
+        if not is_sharded(tensor) and not self._is_first:
             return
-        own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        own = local(tensor).detach()
         new = own.to(dtype, copy=True, memory_format=torch.contiguous_format)
         sent = self._sent.get(name)
         if sent is None:
@@ -111,7 +110,7 @@ class WholeCopy:
         else:
             part = ChangedPart.between(box_of(tensor), sent.to(new.device, non_blocking=True), new)
         part.write_into(sent)
-        if is_sharded and self._mesh is not None:
+        if is_sharded(tensor) and self._mesh is not None:
             yield from _gathered(part, new.element_size(), self._mesh)
         else:
             yield part

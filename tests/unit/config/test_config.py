@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from etude.config.imitation import SftConfig
-from etude.config.keys import options_of, tables
+from etude.config.keys import meanings_of, options_of, tables
 from etude.config.loading import default_recipe, dump_toml, load_recipe, parse_config
 from etude.config.recipe import RunConfig
 from etude.config.renamed import RENAMED
@@ -242,8 +242,9 @@ def test_the_widest_useful_concurrency_is_accepted() -> None:
 def test_every_section_is_frozen_strict_and_described(section: type[BaseModel]) -> None:
     assert issubclass(section, Section)
     assert section.__doc__
+    meanings = meanings_of(section)
     for name, field in section.model_fields.items():
-        assert field.description, f"{section.__name__}.{name} has no docstring"
+        assert meanings.get(name), f"{section.__name__}.{name} has no docstring"
         chosen = section.__name__.endswith("Options")  # of a choice that is not the default
         assert chosen or not field.is_required(), f"{section.__name__}.{name} has no default: an empty recipe must run"
     with pytest.raises(ValidationError, match="frozen"):

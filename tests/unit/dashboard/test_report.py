@@ -9,7 +9,7 @@ import pytest
 
 from etude.config.recipe import EvalConfig, RunConfig
 from etude.dashboard.formatting import number_at, percent
-from etude.dashboard.heldout import comparison, full_marks
+from etude.dashboard.heldout import about_errors, comparison, full_marks
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import summary
@@ -42,6 +42,10 @@ def test_the_held_out_gain_has_the_error_of_a_difference(report: dict[str, Json]
     assert (heldout["pays_fractions"], heldout["passed_before"], heldout["passed_after"]) == (False, 20, 43)
     assert heldout["reward_before"] == heldout["pass_before"]
     assert heldout["greedy_passed_after"] == 46
+    shown = comparison(report, "sampled")
+    assert shown.interval is not None and [*shown.interval] == heldout["interval"]
+    assert (shown.error(0.0412), shown.error(None)) == ("4.1", "–")
+    assert "over 8 templates;" in about_errors(report)
 
 
 def test_a_grader_of_fractions_has_mean_rewards_and_passes_beside(config: RunConfig) -> None:
@@ -68,6 +72,24 @@ def test_what_was_not_tried_twice_is_in_no_difference(config: RunConfig) -> None
     alone = _report_of([before], config)["heldout"]
     assert isinstance(alone, dict)
     assert (alone["stderr"], alone["interval"], alone["pass_after"]) == (None, None, None)
+    assert (alone["n"], alone["templates"], alone["pays_fractions"]) == (64, 8, False)
+    assert (about_errors({"heldout": alone}), comparison({"heldout": alone}, "sampled").interval) == ("", None)
+
+
+def test_errors_are_over_tasks_where_each_has_a_template_of_its_own(config: RunConfig) -> None:
+    own = [f"template-{task}" for task in range(64)]
+    events = [
+        replace(evaluation(label, 0, passed, 8), clusters=own) for label, passed in (("before", 8), ("after", 16))
+    ]
+    assert "over 64 tasks;" in about_errors(_report_of(events, config))
+
+
+def test_calls_of_each_turn_are_rounded_shares(config: RunConfig) -> None:
+    calls = [{"read": 0.512345, "submit": 0.25}, {"submit": 1.0}]
+    section = _report_of([replace(evaluation("before", 0, 8, 8), sampled_calls=calls)], config)["heldout"]
+    assert isinstance(section, dict)
+    assert section["calls_before"] == [{"read": 0.5123, "submit": 0.25}, {"submit": 1.0}]
+    assert (section["greedy_calls_before"], section["calls_after"]) == ([], None)
 
 
 def test_evaluations_of_other_tasks_are_not_paired(config: RunConfig) -> None:

@@ -38,7 +38,9 @@ def test_pass_at_k_is_unbiased() -> None:
 
 @pytest.mark.parametrize(("tries", "k"), [(3, 4), (3, 0)])
 def test_pass_at_k_of_too_few_tries_is_refused(tries: int, k: int) -> None:
-    with pytest.raises(ValueError, match=f"pass@{k} cannot be told from {tries} tries"):
+    with pytest.raises(
+        ValueError, match=f"pass@{k} cannot be told from {tries} tries: try each task at least {k} times"
+    ):
         pass_at_k(tries, 0, k)
 
 

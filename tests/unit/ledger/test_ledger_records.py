@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import DamagedError
-from etude.ledger.records import decode_rollout, encode_rollout
+from etude.ledger.records import decode_rollout, encode_rollout, is_hacked
 from etude.types import (
     Branch,
     Disposition,
@@ -88,7 +88,9 @@ def scalars(rollout: Rollout) -> tuple[object, ...]:
 @settings(deadline=None, max_examples=50)
 @given(rollouts())
 def test_a_rollout_survives_its_record_bit_for_bit(rollout: Rollout) -> None:
-    decoded = decode_rollout(encode_rollout(rollout))
+    record = encode_rollout(rollout)
+    assert is_hacked(record) == (rollout.verdict is not None and rollout.verdict.hacked)
+    decoded = decode_rollout(record)
     assert scalars(decoded) == scalars(rollout)
     assert len(decoded.turns) == len(rollout.turns)
     for ours, theirs in zip(decoded.turns, rollout.turns, strict=True):

@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import DamagedError
-from etude.ledger.records import decode_task, encode_task
+from etude.ledger.records import decode_observed, decode_task, encode_observed, encode_task, template_of
 from etude.sandbox_spec import EnvironmentSpec, SandboxLimits, Service, ServiceKind
 from etude.types import (
     Case,
     FunctionChecks,
     Json,
+    Observation,
+    ObservedSession,
     Probe,
     Query,
     QueryChecks,
@@ -74,7 +76,9 @@ TASKS = st.builds(
 @settings(deadline=None, max_examples=200)
 @given(TASKS)
 def test_a_task_survives_its_record(task: Task) -> None:
-    assert decode_task(encode_task(task)) == task
+    record = encode_task(task)
+    assert decode_task(record) == task
+    assert template_of(record) == task.template
 
 
 @settings(deadline=None, max_examples=50)
@@ -85,6 +89,38 @@ def test_a_record_that_says_something_else_is_damaged(task: Task, data: st.DataO
     wrong = data.draw(st.sampled_from((7, None, ["x"], {"kind": 7}, {"kind": "FunctionChecks", "surplus": 1})))
     with pytest.raises(DamagedError, match="unreadable task record"):
         decode_task(json.dumps(fields | {name: wrong}).encode())
+
+
+SESSIONS = st.builds(
+    ObservedSession,
+    session_id=TEXT,
+    observation=st.builds(
+        Observation,
+        user=TEXT,
+        day=st.integers(0, 9),
+        template=TEXT,
+        arm=TEXT,
+        prompt_tokens=st.integers(0, 99),
+        weight=st.floats(0.1, 1),
+    ),
+    ended_at=st.floats(0, 1e9),
+    sampled_tokens=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+    answers=st.dictionaries(TEXT, st.lists(st.none() | st.floats(0, 1), max_size=2).map(tuple), max_size=2),
+    reward=st.floats(-1, 1),
+)
+
+
+@given(SESSIONS)
+def test_a_session_survives_its_record_and_a_cut_one_is_damaged(session: ObservedSession) -> None:
+    record = encode_observed(session)
+    assert decode_observed(record) == session
+    with pytest.raises(DamagedError, match="unreadable session record"):
+        decode_observed(record[:-1])
+
+
+def test_a_record_without_a_template_is_damaged() -> None:
+    with pytest.raises(DamagedError, match="it has no template"):
+        template_of(b'{"task_id": "a"}')
 
 
 def test_a_task_of_unknown_fields_is_damaged() -> None:

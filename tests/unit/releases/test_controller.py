@@ -15,7 +15,7 @@ from etude.releases.controller import (
     ShadowFacts,
 )
 from etude.releases.experiment import ArmCounts, UserSums
-from etude.releases.gate import Against, GateFacts, Interval, MissingTries
+from etude.releases.gate import Against, GateFacts, Interval, MissingTries, checks, evidence_of
 from etude.releases.states import Release, ReleaseState
 
 CONFIG = ReleaseConfig(
@@ -61,6 +61,14 @@ def arms(control: float, treatment: float, *, users: int = 200, follow_up: float
 def states(decision: ReleaseDecision | None) -> list[tuple[int, ReleaseState]]:
     assert decision is not None
     return [(move.release.version, move.to) for move in decision.moves]
+
+
+def test_evidence_has_what_was_measured_and_every_check() -> None:
+    results = checks(PASSED, CONFIG)
+    evidence = evidence_of(PASSED, results)
+    assert evidence.keys() == {"measured", "checks"}
+    assert isinstance(evidence["checks"], list)
+    assert len(evidence["checks"]) == len(results)
 
 
 def test_the_newest_version_that_is_due_is_the_one_candidate() -> None:

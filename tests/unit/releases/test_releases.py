@@ -14,9 +14,9 @@ from etude.ledger.ledger import Ledger
 from etude.releases.controller import ReleaseDecision, ReleaseMove
 from etude.releases.experiment import Experiment, UserSums, mismatch_p_value
 from etude.releases.routing import held_arm, routing_table
-from etude.releases.states import RELEASE_MOVES, Release, ReleaseState, move_release
+from etude.releases.states import RELEASE_MOVES, Release, ReleaseState, former_release, move_release
 from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
-from etude.routing_table import CANARY, FALLBACK, LIVE, RoutingTable, bucket
+from etude.routing_table import CANARY, FALLBACK, LIVE, SHADOW, RoutingTable, bucket
 
 OLD = Release(version=1, digest="old", state=ReleaseState.RELEASED, since=1.0)
 NEW = Release(version=2, digest="new", state=ReleaseState.CANARY)
@@ -46,6 +46,31 @@ def test_a_table_follows_from_the_releases_and_survives_json() -> None:
     assert (back.live.digest, back.canary, back.fallback) == ("old", None, None)
     with pytest.raises(ValueError, match="not a routing table"):
         RoutingTable.from_json(b'{"arms": 1}')
+
+
+def test_a_shadow_takes_the_engine_of_the_fallback() -> None:
+    older = Release(version=0, digest="older", state=ReleaseState.SUPERSEDED)
+    shadowed = table(older, OLD, at(NEW, ReleaseState.SHADOW))
+    assert shadowed.shadow is not None
+    assert (shadowed.shadow.name, shadowed.shadow.version, shadowed.fallback) == (SHADOW, 2, None)
+    assert [held_arm(shadowed, engine, 5).name for engine in range(5)].count(SHADOW) == 1
+
+
+@pytest.mark.parametrize(("stage", "engines", "expected"), [(0, 10, 1), (1, 10, 5), (0, 30, 3), (0, 2, 1), (0, 1, 0)])
+def test_a_canary_has_its_share_of_the_engines_and_leaves_one(stage: int, engines: int, expected: int) -> None:
+    tried = table(OLD, Release(version=2, digest="new", state=ReleaseState.CANARY, stage=stage))
+    assert [held_arm(tried, engine, engines).name for engine in range(engines)].count(CANARY) == expected
+
+
+def test_the_former_release_is_the_last_one_with_other_weights() -> None:
+    live = Release(version=5, digest="e", state=ReleaseState.RELEASED, since=9.0)
+    before = [
+        Release(version=version, digest=digest, state=ReleaseState.SUPERSEDED, since=since)
+        for version, digest, since in ((1, "a", 4.0), (2, "b", 6.0), (3, "c", 6.0), (4, "e", 8.0))
+    ]
+    former = former_release((*before, live))
+    assert former is not None and former.version == 3
+    assert former_release((live,)) is None
 
 
 def test_users_stay_in_an_arm_that_grows() -> None:
@@ -79,6 +104,9 @@ def test_each_arm_has_an_engine_and_going_back_moves_no_bytes(engines: int, old:
 def test_states_move_as_the_table_says() -> None:
     with pytest.raises(ValueError, match="no move of a release from rejected to released"):
         move_release(ReleaseState.REJECTED, ReleaseState.RELEASED)
+    allowed = ", ".join(sorted(RELEASE_MOVES[ReleaseState.CANARY]))
+    with pytest.raises(ValueError, match=f"it may become {allowed}$"):
+        move_release(ReleaseState.CANARY, ReleaseState.CANDIDATE)
     skipping = [state for state, to in RELEASE_MOVES.items() if ReleaseState.CANARY in to]
     assert ReleaseState.CANDIDATE not in skipping
 
@@ -97,6 +125,22 @@ def test_a_sequence_holds_at_all_looks_and_shares_are_watched() -> None:
     assert mismatch_p_value(960, 10, 0.05) < 1e-3
     with pytest.raises(ValueError, match="share=1"):
         mismatch_p_value(1, 1, 1.0)
+
+
+@pytest.mark.parametrize("users", [(1, 5), (5, 1), (2, 3)])
+def test_two_users_of_each_arm_are_the_fewest_that_are_compared(users: tuple[int, int]) -> None:
+    arms = [UserSums(totals_U=np.linspace(1.0, count, count), sessions_U=np.ones(count)) for count in users]
+    difference = Experiment(alpha=0.05, tuned_users=100).difference(*arms)
+    assert (difference is None) == (min(users) < 2)
+    if difference is not None:
+        assert difference.users == users
+        assert difference.value == pytest.approx(0.5, abs=0.01)
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.floats(0.01, 0.99))
+def test_a_mismatch_does_not_depend_on_which_arm_is_named_first(control: int, treatment: int, share: float) -> None:
+    other_way = mismatch_p_value(treatment, control, 1 - share)
+    assert mismatch_p_value(control, treatment, share) == pytest.approx(other_way, rel=1e-6)
 
 
 def test_a_decision_is_recorded_whole_and_once(tmp_path: Path) -> None:

@@ -119,6 +119,11 @@ def test_what_is_recorded_is_all_that_is_known_by_one_name_each() -> None:
     }
 
 
+@pytest.mark.parametrize(("graded", "clipped"), [(-0.5, 1.0), (0.0, 0.0), (1.0, 0.0), (1.5, 1.0)])
+def test_the_ends_of_a_range_are_in_it(graded: float, clipped: float) -> None:
+    assert score(passed(graded), None, {}, policy(TESTS)).parts["clipped"] == clipped
+
+
 @pytest.mark.parametrize("value", [None, math.nan, math.inf], ids=["none", "nan", "infinite"])
 def test_what_is_no_finite_number_is_missing(value: float | None) -> None:
     values = {} if value is None else {"behaviour.asking": value}
@@ -126,6 +131,8 @@ def test_what_is_no_finite_number_is_missing(value: float | None) -> None:
         score(passed(), None, values, policy(ASKING))
     with pytest.raises(InfrastructureError, match="'asking' is missing"):
         score(passed(), None, values, policy(ASKING | {"missing": "wait"}))
+    with pytest.raises(InfrastructureError, match="'style' is missing"):  # not of a judge, in spite of its name
+        score(passed(), None, values, policy(STYLE | {"source": "judges:style_rubric"}))
     masked = score(passed(), None, values, policy(ASKING | {"missing": "mask"}, TESTS))
     assert masked.masked == "reward part 'asking' is missing"
     assert "asking" not in masked.parts and masked.parts["tests"] == 1.0
@@ -166,7 +173,7 @@ def test_trained_on_is_the_score_less_effort_and_the_way_from_the_reference() ->
         make_rollout("r", make_turn([1], [2]), reward=0.75),
         EffortConfig(weight=0.5, prices={"turns": 1.0}),
     )
-    assert penalty(rollout, EffortConfig()) == 0.0
+    assert penalty(rollout, EffortConfig(), nats=2.0) == 0.0
     taken_off = penalty(rollout, effort, reference_beta=0.1, nats=2.0)
     assert taken_off == effort_penalty(rollout, effort) + 0.1 * 2.0
     assert trained_value(rollout, taken_off) == 0.75 - taken_off

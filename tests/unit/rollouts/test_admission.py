@@ -2,8 +2,10 @@
 
 import pytest
 
+from etude.config.live import LiveConfig
 from etude.config.rollouts import RolloutConfig
-from etude.rollouts.admission import Admission
+from etude.ledger.changes import LIVE, TRAIN
+from etude.rollouts.admission import Admission, BatchPlan
 
 SMALL = RolloutConfig(groups_per_step=4, group_size=2, max_staleness=1, concurrency=16)
 
@@ -39,3 +41,10 @@ def test_without_staleness_the_next_batch_waits_for_the_weights_of_this_one() ->
     assert admission.groups_to_admit(version=0, admitted=0, in_flight=0) == 4
     assert admission.groups_to_admit(version=0, admitted=4, in_flight=0) == 0
     assert admission.groups_to_admit(version=1, admitted=4, in_flight=0) == 4
+
+
+def test_live_sessions_join_the_batches_after_the_first_steps() -> None:
+    plan = BatchPlan.of(SMALL, LiveConfig(groups_per_step=3, simulated_groups_per_step=2, after_steps=2))
+    for purpose, groups in ((TRAIN, [4, 4, 2, 2]), (LIVE, [0, 0, 3, 3])):
+        assert [plan.groups(purpose, batch) for batch in range(4)] == groups
+        assert [plan.before(purpose, batch) for batch in range(5)] == [sum(groups[:batch]) for batch in range(5)]

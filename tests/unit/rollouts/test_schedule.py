@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from etude.ledger.ledger import OpenSlot
-from etude.rollouts.breaker import MAX_PAUSE_S, STREAK, Circuit
+from etude.rollouts.breaker import FIRST_OUTAGE_S, MAX_PAUSE_S, STREAK, Circuit
 from etude.rollouts.schedule import PAUSES, SLOT_MOVES, Place, Schedule, SlotPhase, place_of
 from records import TASK
 
@@ -113,8 +113,33 @@ def test_once_a_probe_succeeded_everything_flows() -> None:
 def test_a_slot_that_waits_out_an_outage_is_woken_by_its_end() -> None:
     here = schedule(*(slot(0, number) for number in range(10)), concurrency=STREAK)
     for one in here.due(0.0):
-        here.failed(one, due=1, now=0.0)
-    assert here.next_time() == min(PAUSES.delay_s(1), here.breaker.until_s)
+        here.failed(one, due=2, now=0.0)
+    assert here.next_time() == here.breaker.until_s < PAUSES.delay_s(2)
+
+
+def test_a_probe_waits_until_there_is_a_slot() -> None:
+    here = schedule(*(slot(group) for group in range(STREAK)), concurrency=STREAK)
+    now = outage(here, 0.0)
+    for group in range(STREAK):
+        here.abandon(group)
+    assert here.due(now) == []
+    here.add(slot(STREAK))
+    assert places(here.due(now)) == [(STREAK, 0)]
+
+
+@pytest.mark.parametrize("worked", [False, True])
+def test_a_run_that_worked_before_gives_up_after_its_own_limit_and_another_one_sooner(worked: bool) -> None:
+    limit_s = 3 * FIRST_OUTAGE_S
+    here = Schedule(concurrency=STREAK, max_attempts=99, outage_s=limit_s, worked=worked)
+    for number in range(20):
+        here.add(slot(0, number))
+    now, gave_up_s = outage(here, 0.0), []
+    while now < 2 * limit_s:
+        (probe,) = here.due(now)
+        here.failed(probe, due=probe.attempt + 1, now=now)
+        gave_up_s += [now] if here.breaker.gave_up else []
+        now = here.breaker.until_s
+    assert (gave_up_s[0] > limit_s) == worked
 
 
 def test_ends_are_ends() -> None:

@@ -34,11 +34,11 @@ class Numbers:
         return task(index, split)
 
 
-def facts_of(selection: TaskSelection, rates: list[float], graded: int = 32) -> TaskFacts:
-    """Facts of tasks that were all tried at position 0."""
+def facts_of(selection: TaskSelection, rates: list[float], graded: int = 32, position: int = 0) -> TaskFacts:
+    """Facts of tasks that were all tried at one position."""
     facts = TaskFacts.none(len(rates))
     for index, rate in enumerate(rates):
-        selection.observe(facts, index, 0, graded=graded, passed=rate * graded)
+        selection.observe(facts, index, position, graded=graded, passed=rate * graded)
     return facts
 
 
@@ -62,15 +62,27 @@ def test_what_was_solved_long_ago_is_looked_at_again() -> None:
     assert late > 2 * soon
 
 
-def test_pools_have_their_shares_and_what_is_alike_rests() -> None:
-    facts = facts_of(TaskSelection(POOLS, size=6, seed=0), [0.0, 1.0, 0.1, 0.9, 0.5, 0.5])
-    assert drawn(POOLS, facts, 11) == pytest.approx([0, 0, 0.15, 0.15, 0.35, 0.35], abs=0.04)
-    assert drawn(POOLS, facts, 12) == pytest.approx([0.075, 0.075, 0.075, 0.075, 0.35, 0.35], abs=0.04)
+def test_what_was_seen_a_half_life_ago_counts_half() -> None:
+    rates = [0.0, 0.25, 0.5, 1.0]
+    for seed in range(9):
+        selection = TaskSelection(THOMPSON, size=4, seed=seed)
+        later = 3 + int(selection.half_life)
+        before, now = facts_of(selection, rates, 16, 3), facts_of(selection, rates, 8, later)
+        assert selection.choose(before, later) == selection.choose(now, later)
+
+
+@pytest.mark.parametrize("tried", [0, 100])
+def test_pools_have_their_shares_and_what_is_alike_rests(tried: int) -> None:
+    facts = facts_of(TaskSelection(POOLS, size=6, seed=0), [0.0, 1.0, 0.1, 0.9, 0.5, 0.5], position=tried)
+    assert drawn(POOLS, facts, tried + 11) == pytest.approx([0, 0, 0.15, 0.15, 0.35, 0.35], abs=0.04)
+    assert drawn(POOLS, facts, tried + 12) == pytest.approx([0.075, 0.075, 0.075, 0.075, 0.35, 0.35], abs=0.04)
 
 
 def test_where_all_tasks_rest_all_are_drawn() -> None:
     for config in (POOLS, THOMPSON):
         assert all(drawn(config, facts_of(TaskSelection(config, size=3, seed=0), [0.0, 1.0, 1.0]), 1, count=60))
+    selection = TaskSelection(POOLS, size=3, seed=0)
+    assert selection.choose(facts_of(selection, [0.0, 1.0, 1.0]), 1).weight == pytest.approx(1.0)
 
 
 @BOTH
@@ -85,6 +97,9 @@ def test_what_is_known_of_a_task_does_not_depend_on_the_order_in_which_groups_en
     assert forth.rate_N[1] == back.rate_N[1] == 1.0
     assert forth.passes_N[1] == pytest.approx(back.passes_N[1])
     assert forth.failures_N[1] == pytest.approx(back.failures_N[1])
+    if config is THOMPSON:
+        weights = [0.5 ** ((9 - position) / selection.half_life) for position, _, _ in draws]
+        assert forth.passes_N[1] == pytest.approx(np.dot(weights, [passed for _, _, passed in draws]))
 
 
 @given(rates=st.lists(st.sampled_from([0.0, 0.05, 0.3, 0.5, 0.9, 1.0]), min_size=2, max_size=8), seed=st.integers(0, 5))

@@ -4,6 +4,7 @@ import tomllib
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from random import Random
 
 import pytest
 from pydantic import ValidationError
@@ -156,6 +157,15 @@ def test_a_workload_has_the_mean_and_the_spread_of_its_shape() -> None:
     assert max(lengths) > 2 * min(lengths)
     alike = {work.sampled_tokens for work in draw_workload(shape.model_copy(update={"spread": 0.0})).rollouts}
     assert len(alike) == 1
+
+
+def test_a_round_of_a_workload_draws_each_of_its_groups_once() -> None:
+    workload = draw_workload(WorkloadShape(spread=0.8))
+    count, random = len(workload.groups), Random(0)
+    rounds = [[workload.draw(0.0, start + index, random) for index in range(count)] for start in (0, count)]
+    for drawn in rounds:
+        assert all(any(work in group for work in drawn) for group in workload.groups)
+    assert [work.turns for work in rounds[0]] != [work.turns for work in rounds[1]]
 
 
 def test_a_fleet_in_the_small_has_the_pace_of_the_large_one(spec: ModelSpec) -> None:

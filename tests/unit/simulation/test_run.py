@@ -13,11 +13,12 @@ from etude.config.recipe import RunConfig
 from etude.errors import EngineUnavailable, UserError
 from etude.protocols import Completion, SamplingParams
 from etude.rollouts.fake import run_virtually
+from etude.simulation import run
 from etude.simulation.calibration import RunCalibration, TrainerTimes, fit_engine, fit_non_negative
 from etude.simulation.engine import EngineRates, ModelledEngine
-from etude.simulation.figures import RunFigures, bottleneck
+from etude.simulation.figures import RunFigures, bottleneck, done_steps
 from etude.simulation.fit import calibrate
-from etude.simulation.run import Lent, RegionModel, SimulatedEvents, simulate
+from etude.simulation.run import Lent, RegionModel, SimulatedEvents, Stop, simulate
 from etude.simulation.workload import RolloutWork, Workload
 from etude.telemetry.events import EngineStats, Logged, RolloutClosed, StepDone
 from etude.types import RolloutStatus
@@ -154,6 +155,14 @@ def test_no_token_is_staler_than_the_bound(staleness: int) -> None:
     tokens = config.rollouts.rollouts_per_step * WORK.sampled_tokens
     assert all(step.metrics["staleness_tokens"] == tokens for step in steps)
     assert 0 < events.most_sandboxes <= config.rollouts.concurrency
+
+
+def test_a_run_ends_once_its_events_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CHECK_S", 0.1)
+    events = simulate(
+        recipe(staleness=1), CALIBRATION, HERE, stop=Stop(is_enough=lambda logged: len(done_steps(logged)) >= 3)
+    )
+    assert [each.event.step for each in events.steps if isinstance(each.event, StepDone)] == [1, 2, 3]
 
 
 def test_rollouts_beside_the_trainer_make_steps_shorter() -> None:

@@ -25,7 +25,17 @@ from etude.run.pretend import resolved_there
 from etude.simulation.figures import HOUR_S, RunFigures, bottleneck
 from etude.simulation.priced import Costs, Fleet, PricedPlan
 from etude.simulation.run import SimulatedEvents
-from etude.simulation.split import Goal, engine_s, search, simulate_fleet, steps_by_hour, trainer_s
+from etude.simulation.split import (
+    FleetSimulation,
+    Goal,
+    SimulationExtent,
+    engine_s,
+    search,
+    simulate_fleet,
+    steps_by_hour,
+    trainer_s,
+)
+from etude.simulation.steady import SteadyState
 from etude.types import Json
 
 
@@ -53,25 +63,37 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def show_priced(
-    config: RunConfig, plan: PricedPlan, goal: Goal | None, seed: int, *, hours: float | None, as_json: bool
+    config: RunConfig,
+    plan: PricedPlan,
+    goal: Goal | None,
+    seed: int,
+    *,
+    extent: SimulationExtent,
+    as_json: bool,
 ) -> None:
     """Simulate a plan, for some hours or a few steps, and print it; with a goal, the best split for it."""
-    resolved = resolved_there(config)
+    resolved, hours = resolved_there(config), extent.hours
     console = Console(stderr=as_json)
     with console.status("simulating"):
         fleet = Fleet.of(resolved, spec_of_recipe(resolved), plan)
         if goal is None:
-            figures, events, small = simulate_fleet(fleet, seed=seed, hours=hours)
+            simulated = simulate_fleet(fleet, seed=seed, extent=extent)
         else:
-            fleet, figures, events, small = search(fleet, goal, seed=seed)
-    factor, by_hour = small.factor, {} if hours is None else steps_by_hour(events, small)
+            fleet, simulated = search(fleet, goal, seed=seed)
+    figures, events, factor = simulated.figures, simulated.events, simulated.small.factor
+    shows_hours = hours is not None and (extent.precision is None or any(region.lent for region in fleet.regions))
+    by_hour = steps_by_hour(events, simulated.small) if shows_hours else {}
     if as_json:
         hourly = {"steps_by_hour": {str(hour): round(steps, 2) for hour, steps in by_hour.items()}} if by_hour else {}
-        print(json.dumps(priced_json(fleet, figures, events, factor) | hourly, indent=2))
+        inferred = {} if simulated.steady is None else {"intervals": steady_json(simulated.steady)}
+        print(json.dumps(priced_json(fleet, figures, events, factor) | hourly | inferred, indent=2))
         return
     table = light_table("plan", "predicted", broken=["predicted"])
     for label, words in priced_rows(fleet, figures, events, factor):
         table.add_row(label, words)
+    if hours is not None:
+        for label, words in hours_rows(fleet, simulated, hours):
+            table.add_row(label, words)
     if by_hour:
         table.add_row("steps, by hour of day", ", ".join(f"{hour}h {steps:.1f}" for hour, steps in by_hour.items()))
     console.print(table)
@@ -136,6 +158,33 @@ def priced_rows(fleet: Fleet, figures: RunFigures, events: SimulatedEvents, fact
     yield "money", f"${costs.usd_step:,.2f} a step, ${costs.usd_h:,.0f} an hour"
     share = formatting.percent(costs.engine_usd_h / max(1e-9, costs.engine_usd_h + costs.trainer_usd_h))
     yield "of it for engines", f"{share}; ${costs.egress_usd_step:.2f} a step for bytes between regions"
+
+
+def hours_rows(fleet: Fleet, simulated: FleetSimulation, hours: float) -> Iterator[tuple[str, str]]:
+    """Label and words of what so many hours come to."""
+    costs, steady = Costs.of(fleet, simulated.figures), simulated.steady
+    width = "" if steady is None else f" ± {steady.step_s.relative:.1%}"
+    steps = simulated.figures.steps_per_hour * hours
+    yield f"in {hours:,.0f} hours", f"{steps:,.0f} steps{width}, ${costs.usd_h * hours:,.0f}"
+    if steady is not None:
+        shares = ", ".join(f"{name} ± {relative:.1%}" for name, relative in _relative(steady).items())
+        yield "95% intervals", f"{shares}; from {len(simulated.events.steps):,} simulated steps"
+
+
+def steady_json(steady: SteadyState) -> dict[str, Json]:
+    """Half the width of each 95 % interval, as a share of its mean, and the number of steps that they are from."""
+    shares = {name.replace(" ", "_"): round(relative, 5) for name, relative in _relative(steady).items()}
+    return {"steps": steady.steps, "relative": dict(shares)}
+
+
+def _relative(steady: SteadyState) -> dict[str, float]:
+    estimates = {
+        "step": steady.step_s,
+        "trainer busy": steady.trainer_busy,
+        "engines busy": steady.engine_busy,
+        "staleness": steady.staleness,
+    }
+    return {name: mean.relative for name, mean in estimates.items()}
 
 
 def assumptions_of(fleet: Fleet, factor: float) -> Iterator[str]:

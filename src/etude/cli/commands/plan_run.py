@@ -31,7 +31,7 @@ from etude.run.folder import RunFolder
 from etude.simulation.figures import RunFigures, bottleneck
 from etude.simulation.fit import calibrate
 from etude.simulation.run import RegionModel, SimulatedEvents, simulate, skipped_steps
-from etude.simulation.split import parse_goal
+from etude.simulation.split import SimulationExtent, parse_goal
 from etude.telemetry.log import EventReader
 from etude.types import Json
 
@@ -71,6 +71,15 @@ def run(
         float | None,
         typer.Option(min=1.0, help="With --hardware: hours to simulate, from midnight (default: a few steps)."),
     ] = None,
+    precision: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            max=0.1,
+            metavar="SHARE",
+            help="With --hours: simulate only until each mean is this precise, such as 0.01, and infer the hours.",
+        ),
+    ] = None,
     fleet: Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="The machines (default: one).")] = None,
     link: Annotated[
         list[str] | None,
@@ -96,10 +105,13 @@ def run(
         if goal is not None and hours is not None:
             raise ConfigError("--search tries a few steps of each split: leave --hours out, and plan what it finds")
         plan = load_plan(hardware, assume or ())
-        show_priced(load_recipe(recipe, overrides), plan, goal, seed, hours=hours, as_json=as_json)
+        if precision is not None and hours is None:
+            raise ConfigError(f"--precision {precision:g} is of so many hours: add --hours, such as --hours 720")
+        extent = SimulationExtent(hours=hours, precision=precision)
+        show_priced(load_recipe(recipe, overrides), plan, goal, seed, extent=extent, as_json=as_json)
         return
     refuse({"--assume": assume, "--search": search}, "a run says how fast all is, and not what it costs")
-    refuse({"--hours": hours}, "a plan from a run has that run's steps")
+    refuse({"--hours": hours, "--precision": precision}, "a plan from a run has that run's steps")
     config, folder = load_recipe(recipe, overrides), RunFolder.open(source, writes=False)
     regions = regions_of(config, fleet, link or ())
     console = Console(stderr=as_json)

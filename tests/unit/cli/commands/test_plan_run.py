@@ -87,7 +87,8 @@ def test_a_link_that_says_nothing_is_refused(text: str) -> None:
         parse_link(text)
 
 
-PRICED = ("--assume", "workload.prompt_tokens=200", "--assume", "workload.sampled_tokens=100")
+SHORT = ("prompt_tokens=200", "sampled_tokens=100", "tools_s=1", "grading_s=1")
+PRICED = [f"--assume=workload.{each}" for each in SHORT]
 
 
 def test_a_plan_without_a_run_counts_money(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +112,8 @@ def test_a_plan_without_a_run_counts_money(run: RunFolder, capsys: pytest.Captur
         (("--from", "runs/x", "--hardware", "h100"), "name one of them"),
         (("--hardware", "h100", "--link", "eu=80"), "--link would have no effect"),
         (("--hardware", "h100", "--search", "steps=none"), "expected steps=N or usd=N"),
+        (("--hardware", "h100", "--precision", "0.05"), "add --hours"),
+        (("--from", "runs/x", "--precision", "0.05"), "--precision would have no effect"),
         (("--from", "runs/x", "--search", "steps=3"), "--search would have no effect"),
     ],
 )

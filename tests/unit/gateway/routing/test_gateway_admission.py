@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +56,17 @@ def test_calls_beyond_the_limit_wait_in_order_of_arrival() -> None:
     admission.release(tickets[1], AdmissionOutcome.FAILED, 1.0)
     assert admission.due(1.0) == []
     assert (admission.inflight(ROLLOUTS), admission.waiting(ROLLOUTS)) == (1, 0)
+
+
+def test_calls_expire_in_the_order_of_their_deadlines_after_many_others_stopped_waiting() -> None:
+    admission = AdmissionController(limits(1))
+    acquire(admission, ROLLOUTS, 1)
+    tickets = [admission.acquire(ROLLOUTS, 0.0, float(s)) for s in Random(0).sample(range(1, 301), 300)]
+    for ticket in tickets[100:]:
+        admission.release(ticket, AdmissionOutcome.ABANDONED, 0.0)
+    for ticket in sorted(tickets[:100], key=lambda ticket: ticket.deadline):
+        assert admission.due(ticket.deadline) == [ticket]
+        assert ticket.state is TicketState.EXPIRED
 
 
 def test_a_production_call_does_not_wait_for_rollouts() -> None:

@@ -69,6 +69,13 @@ def test_what_was_not_used_for_longest_makes_way() -> None:
         assert len(cache) == 3
 
 
+def test_the_newest_vote_under_a_key_counts() -> None:
+    with VoteCache(None, 3) as cache:
+        cache.put(KEY, VOTE)
+        cache.put(KEY, Vote(score=5, reason="better"))
+        assert (cache.get(KEY), len(cache)) == (Vote(score=5, reason="better"), 1)
+
+
 def test_a_cache_of_no_entries_keeps_nothing() -> None:
     with VoteCache(None, 0) as cache:
         cache.put(KEY, VOTE)

@@ -11,7 +11,7 @@ from etude.config.credit import CreditConfig, DiscountedOptions, ShapedOptions
 from etude.config.live import LIVE_BASELINES
 from etude.trainer.batching import baselines
 from etude.trainer.batching.advantage import Values
-from etude.trainer.batching.baselines import LiveComparison, ValuedSession
+from etude.trainer.batching.baselines import LiveComparison, ValuedSession, live_credits
 from etude.trainer.batching.batch import build_batch
 from etude.types import Disposition, Group, Observation, ObservedSession, Verdict
 from records import TASK, make_rollout, make_turn
@@ -71,6 +71,33 @@ def test_a_baseline_that_sees_its_own_reward_is_noticed() -> None:
         return 0.5 * np.array([one.value for one in present])
 
     assert bias_of(with_own_reward) > 1.6
+
+
+def seen(user: str, template: str, value: float, prompt_tokens: int = 10) -> ValuedSession:
+    return ValuedSession(
+        Observation(user=user, day=0, template=template, arm="", prompt_tokens=prompt_tokens, weight=1.0), value
+    )
+
+
+def test_sessions_of_the_same_template_are_more_similar_than_those_of_the_same_length() -> None:
+    alike = [seen(f"u{index}", "ours", 1.0, prompt_tokens=500) for index in range(baselines.NEIGHBOURS)]
+    others = [seen(f"v{index}", "theirs", 0.0) for index in range(baselines.NEIGHBOURS)]
+    (expected,) = baselines.similar([seen("w", "ours", 0.0)], [*others, *alike])
+    assert expected == pytest.approx((len(alike) + baselines.PRIOR * 0.5) / (len(alike) + baselines.PRIOR))
+
+
+def test_a_prediction_that_holds_moves_the_others_mean_towards_it() -> None:
+    def of_users(count: int) -> list[ValuedSession]:
+        return [seen(f"{index % 2}", "t", float(index % 2)) for index in range(count)]
+
+    expected_N = baselines.control_variate(of_users(40), of_users(2 * baselines.FEWEST_FITTED + 40))
+    assert expected_N[-2:] == pytest.approx([0.0, 1.0], abs=0.2)  # to the last ones all others are compared
+
+
+def test_a_penalty_costs_what_it_is_above_the_others_mean_penalty() -> None:
+    rollouts = [session(index, 1.0).rollouts[0] for index in range(3)]
+    credited = live_credits(rollouts, CreditConfig(), LiveComparison(baseline="none"), np.array([0.3, 0.0, 0.0]))
+    assert [float(credit.advantages_T[0]) for credit in credited] == pytest.approx([0.7, 1.15, 1.15])
 
 
 # ── live sessions in a batch
@@ -142,11 +169,11 @@ def test_a_turn_is_credited_with_what_was_said_of_it_and_of_later_ones() -> None
 
 
 def test_turns_are_compared_with_what_earlier_sessions_came_to_from_the_same_turn_on() -> None:
-    seen = ObservedSession(
+    before = ObservedSession(
         session_id="x", observation=Observation(user="x", day=0, template="t", arm="", prompt_tokens=1), ended_at=0.0,
         sampled_tokens=(1, 1), reward=1.0,
     )  # fmt: skip
     credit = CreditConfig(kind="discounted", options=DiscountedOptions(discount=0.5))
-    live = LiveComparison(baseline=f"{__name__}:own", earlier=[seen])
+    live = LiveComparison(baseline=f"{__name__}:own", earlier=[before])
     batch = build_batch(5, [session(0, 2.0)], credit=credit, live=live)
     assert batch.trajectories[0].advantages[batch.trajectories[0].loss_mask].tolist() == [0.5, 0.5, 1.0]
