@@ -1,4 +1,4 @@
-"""Where programs that a bench starts find ``bench`` and ``etude``, whatever folder and interpreter they run in."""
+"""Import path of ``bench`` and ``etude`` for programs that a bench starts, for any folder and interpreter."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What every bench prints around its own figures: where and when it was measured, and how its goals are judged."""
+"""The common frame of every bench's figures: place and time of the measurement, and the judgement of its goals."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +18,16 @@ UNMEASURED = "interrupted before it was measured"
 
 @dataclass(slots=True)
 class SoFar:
-    """Whether measuring was interrupted."""
+    """State of a measurement: interrupted or not."""
 
     interrupted: bool = False
 
 
 @contextmanager
 def so_far() -> Iterator[SoFar]:
-    """Measure until all is measured or somebody interrupts (Ctrl-C, SIGTERM); what there is by then is gone on with.
+    """Measure until all is done or an interruption (Ctrl-C, SIGTERM); the caller continues with the rows so far.
 
-    What is measured inside must be kept outside, row by row. A second interruption is not caught.
+    Results must be stored outside of the context, row by row. A second interruption is not caught.
     """
     state = SoFar()
     try:
@@ -39,9 +39,9 @@ def so_far() -> Iterator[SoFar]:
 def envelope(bench: str, seconds: float, figures: Mapping[str, Json], *, interrupted: bool = False) -> dict[str, Json]:
     """The object of ``python -m bench NAME --json``: machine, commit and date, then ``figures``.
 
-    ``seconds`` is how long measuring took. ``figures`` have ``results``, one object per row with its ``contestant``,
-    and ``goals``, by name, each with what was reached and whether that is ``met``: of a bench that was interrupted none
-    is, since what was not measured might be worse.
+    ``seconds`` is the duration of the measurement. ``figures`` have ``results``, one object per row with its
+    ``contestant``, and ``goals``, by name, each with the reached value and ``met``. In an interrupted bench no goal is
+    met, because the missing rows might be worse.
     """
     whole: dict[str, Json] = {
         "bench": bench,
@@ -72,14 +72,14 @@ def heading(result: Mapping[str, Json], *details: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a figure has to be."""
+    """A required value of a figure."""
 
     name: str
     sense: Literal["at most", "at least"]
     goal: float
 
     def met(self, value: float) -> bool:
-        """Whether ``value`` is good enough."""
+        """True if ``value`` meets the goal."""
         return value <= self.goal if self.sense == "at most" else value >= self.goal
 
     def judge(self, value: float | None, reason: str | None = None) -> dict[str, Json]:
@@ -90,8 +90,10 @@ class Goal:
         return judged if value is not None else judged | {"reason": reason or "nothing to compare was measured"}
 
     def judge_seeds(self, values: Sequence[float]) -> dict[str, Json]:
-        """The goal for the mean of one figure per seed, which is met where the far end of its interval is good enough:
-        the mean of a few seeds does not show that two differ by no more than so much. ``method`` says what seeds share.
+        """The goal for the mean of one figure per seed; it is met if the worse end of its interval meets it.
+
+        The mean of a few seeds alone does not show that two differ by at most a given amount. ``method`` says what
+        seeds share.
         """
         judged = self.judge(statistics.fmean(values) if values else None) | {"seeds": len(values)}
         if len(values) < 2:

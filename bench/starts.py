@@ -41,7 +41,7 @@ def starting_from(model: Path) -> tuple[str, ...]:
 
 
 def digest_of(config: RunConfig) -> str:
-    """What the prepared start of a recipe is known by: the same for recipes that differ only in what comes after it."""
+    """Key of a prepared start in the cache: equal for recipes that differ only in the phases after mid-training."""
     tree = config.model_dump(mode="json")
     read = json.dumps({name: tree[name] for name in READ}, sort_keys=True)
     return hashlib.sha256(read.encode()).hexdigest()[:16]

@@ -19,9 +19,9 @@ from bench.report import heading
 from etude.types import Json
 
 WIDTH = 150
-"""Columns of a page; tables are as wide as what is in them."""
+"""Columns of a page; tables are as wide as their contents."""
 NOTHING = "–"
-"""Stands for what a row does not have."""
+"""Placeholder for a missing value of a row."""
 _WORDS = ("case", "contestant", "experts")
 """Columns of words, which begin at the left; figures end at the right."""
 
@@ -53,7 +53,7 @@ def draw(title: str, rows: Iterable[Row], columns: Sequence[str], *, under: str 
 
 
 def page(result: Row, *tables: Table, notes: Iterable[str] = ()) -> str:
-    """``tables``, the goals of a bench object, ``notes``, and why somebody is missing from its results."""
+    """``tables``, the goals of a bench object, ``notes``, and the reasons for missing contestants."""
     goals = result["goals"]
     assert isinstance(goals, dict)
     console = Console(width=WIDTH)
@@ -85,7 +85,7 @@ def _label(column: str) -> str:
 
 
 def _judged(goal: Row) -> str:
-    """``0.672, goal at least 0.2, met``, then all else that the goal says."""
+    """``0.672, goal at least 0.2, met``, then all other fields of the goal."""
     words = ["not measured" if goal["value"] is None else str(goal["value"])]
     if goal["goal"] is not None:
         words += [f"goal {goal['sense']} {goal['goal']}", "met" if goal["met"] else "NOT met"]

@@ -22,9 +22,9 @@ from etude.errors import InfrastructureError
 from etude.types import Json
 
 VARIABLE = "ETUDE_TRL_PYTHON"
-"""Names the interpreter of the environment."""
+"""Environment variable with the path of its interpreter."""
 PYTHON = Path(".venv-trl/bin/python")
-"""Where it is otherwise, from where the bench is called."""
+"""Default interpreter, relative to the current folder."""
 LINE_BYTES = 1 << 24
 """Longest message."""
 END_DEADLINE_S = 10.0
@@ -62,15 +62,15 @@ class Rival:
         self._log = log
 
     async def receive(self, deadline_s: float) -> dict[str, Json] | None:
-        """The next message; ``None`` when the program has ended and done its work.
+        """The next message; ``None`` once the program has ended successfully.
 
-        Raises :class:`~etude.errors.InfrastructureError` when it failed or says nothing for ``deadline_s``.
+        Raises :class:`~etude.errors.InfrastructureError` if it failed or sends nothing for ``deadline_s``.
         """
         try:
             async with asyncio.timeout(deadline_s):
                 line = await self._requests.readline()
         except TimeoutError as error:
-            raise self._failure(f"said nothing for {deadline_s:g} s") from error
+            raise self._failure(f"no message for {deadline_s:g} s") from error
         if line:
             message = json.loads(line)
             assert isinstance(message, dict)
@@ -81,7 +81,7 @@ class Rival:
         return None
 
     async def answer(self, message: Mapping[str, Json]) -> None:
-        """Say something to it. Raises :class:`~etude.errors.InfrastructureError` when nobody listens any more."""
+        """Send a message to it. Raises :class:`~etude.errors.InfrastructureError` if it no longer reads."""
         self._answers.write(json.dumps(message).encode() + b"\n")
         try:
             await self._answers.drain()

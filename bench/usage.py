@@ -1,4 +1,4 @@
-"""What processes took of the machine, read from /proc. Linux only; the standard library alone."""
+"""Resource use of processes, read from /proc. Linux and the standard library only."""
 
 import os
 from collections.abc import Iterable

@@ -38,5 +38,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show the short name of what a docstring refers to."""
+    """Replace a docstring's reference by its short name."""
     return ROLE.sub(lambda match: f"<code>{match[1].rpartition('.')[2]}</code>", html)

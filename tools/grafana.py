@@ -31,7 +31,7 @@ GATEWAY: Mapping[str, str] = {
     ),
     "Tokens a second": "sum by (kind, traffic) (rate(etude_tokens_total[1m]))",
 }
-"""Title → query, of what the gateways of a run export."""
+"""Title → query, for the metrics that a run's gateways export."""
 
 
 def dashboard() -> str:

@@ -1,8 +1,8 @@
-"""Draw public names of the package at random, with the first line of what they say they are.
+"""Draw public names of the package at random, with the first lines of their docstrings.
 
-    python tools/names.py [COUNT] [SEED]
+python tools/names.py [COUNT] [SEED]
 
-A reader who knows the field must be able to say what each is; where that fails, the name or the line is wrong.
+A reader who knows the field must be able to explain each of them; otherwise the name or the line is wrong.
 """
 
 import ast
@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "etude"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print ``module.name: first docstring line`` of so many public classes and functions."""
+    """Print ``module.name: first docstring line`` for a number of public classes and functions."""
     count, seed = (int(text) for text in (*arguments, *("60", "0")[len(arguments) :]))
     names = sorted(public_names())
     for name, line in sorted(random.Random(seed).sample(names, count)):

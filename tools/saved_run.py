@@ -41,7 +41,7 @@ head_dim = 8
 experts = 2
 expert_size = 16
 """
-"""It solves nothing; what effort costs is what it learns of, so that its versions differ."""
+"""The model solves nothing; only the reward's price of effort gives a training signal, so that versions differ."""
 SUITE = """
 name = "saved"
 version = "1"

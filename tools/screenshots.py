@@ -37,7 +37,7 @@ class Shot:
     size: tuple[int, int] = DESKTOP
     scheme: str = "light"
     click: str = ""
-    """A link that is followed before the picture is taken: what it is called depends on the run."""
+    """A link that is followed before the picture is taken; its name depends on the run."""
 
 
 MADE_UP = (

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeAlias
 
 ROOTS = ("src/etude", "bench", "tests", "tools", "examples", "recipes")
-"""What is inspected when no path is given; a root that does not exist yet is skipped."""
+"""Files that are inspected if no path is given; a root that does not exist yet is skipped."""
 
 FILE_LINES_TYPICAL = 600
 """Beyond this a file is warned about."""
@@ -52,7 +52,7 @@ BROAD_EXCEPT_ALLOWED: dict[str, str] = {
 """Files that may catch everything, and why. Cleaning up and raising again is allowed anywhere: it swallows nothing."""
 
 VAGUE_NAMES = {"base", "common", "core", "helper", "helpers", "manager", "managers", "misc", "util", "utils"}
-"""Names of files and folders that say nothing of what is inside."""
+"""Uninformative names of files and folders."""
 MUTABLE_TYPES = {"bytearray", "count", "Counter", "defaultdict", "deque", "dict", "list", "OrderedDict", "set"}
 """Calls that make something mutable."""
 MUTATING_METHODS = {
@@ -68,7 +68,7 @@ Block: TypeAlias = (
 
 
 class Fault(NamedTuple):
-    """What is wrong at one line."""
+    """A fault in one line."""
 
     line: int
     message: str
@@ -83,7 +83,7 @@ class Finding(NamedTuple):
 
     @property
     def is_warning(self) -> bool:
-        """Whether the gate stays open."""
+        """True if the gate stays open."""
         return self.rule in WARNINGS
 
     def __str__(self) -> str:
@@ -96,18 +96,18 @@ class Source:
     """One parsed file."""
 
     path: PurePosixPath
-    """Relative to the repository: the first part says which rules apply."""
+    """Relative to the repository: the first part determines the rules."""
     text: str
     tree: ast.Module
 
     @property
     def is_product(self) -> bool:
-        """Whether it is part of the package, which is held to more than its surroundings."""
+        """True for a file of the package, which has stricter rules than the others."""
         return self.path.parts[0] == "src"
 
     @property
     def is_test(self) -> bool:
-        """Whether it is a test, whose functions are described by their names."""
+        """True for a test, whose functions are described by their names."""
         return self.path.parts[0] == "tests"
 
 
@@ -115,7 +115,7 @@ Rule: TypeAlias = Callable[[Source], Iterator[Fault]]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Inspect files and folders (default: ``ROOTS``), print what was found, return the exit code."""
+    """Inspect files and folders (default: ``ROOTS``), print the findings, return the exit code."""
     repository = Path(__file__).resolve().parent.parent
     roots = [Path(argument).resolve() for argument in arguments]
     roots = roots or [repository / root for root in ROOTS if (repository / root).is_dir()]
@@ -209,8 +209,8 @@ def module_docstring(source: Source) -> Iterator[Fault]:
 
 
 def public_docstring(source: Source) -> Iterator[Fault]:
-    """Refuse a public class, function or method without a docstring, but in examples of 30 lines: their module's says
-    what they show.
+    """Refuse a public class, function or method without a docstring, except in examples of 30 lines, which their
+    module's docstring explains.
     """
     if not source.is_test and not source.path.is_relative_to("examples/extend"):
         yield from undocumented(source.tree)
@@ -220,7 +220,7 @@ def public_docstring(source: Source) -> Iterator[Fault]:
 
 
 def vague_name(source: Source) -> Iterator[Fault]:
-    """Refuse names of files and folders that say nothing of what is inside."""
+    """Refuse uninformative names of files and folders."""
     for part in (*source.path.parts[:-1], source.path.stem):
         if part in VAGUE_NAMES:
             yield Fault(1, f"{part!r} says nothing of what is inside: name it after the noun it owns")
@@ -233,7 +233,7 @@ def init_content(source: Source) -> Iterator[Fault]:
 
 
 def no_hasattr(source: Source) -> Iterator[Fault]:
-    """Refuse to ask an object what it is: a protocol knows."""
+    """Refuse checks of an object's type: use a protocol."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and name_of(node.func) == "hasattr":
             yield Fault(node.lineno, "hasattr() asks an object what it is: put the question in a protocol")
@@ -269,7 +269,7 @@ def broad_except(source: Source) -> Iterator[Fault]:
 
 
 def suppressed_cancellation(source: Source) -> Iterator[Fault]:
-    """Refuse to suppress cancellations: of whoever awaits a cancelled task that way, also the own one."""
+    """Refuse to suppress cancellations: code that awaits a cancelled task in this way also suppresses its own."""
     for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
         if name_of(call.func) == "suppress" and "CancelledError" in map(name_of, call.args):
             yield Fault(call.lineno, "suppresses its own cancellation: asyncio.gather(…, return_exceptions=True)")
@@ -301,7 +301,7 @@ def lines_of(node: FunctionNode | ast.ClassDef) -> int:
 
 
 def is_dunder(name: str) -> bool:
-    """Whether Python chose the name."""
+    """True if Python chose the name."""
     return name.startswith("__") and name.endswith("__")
 
 
@@ -363,13 +363,13 @@ def changed_names(tree: ast.Module) -> Iterator[str]:
 
 
 def names_everything(kind: ast.expr | None) -> bool:
-    """Whether an exception, a tuple of them or none at all covers all errors."""
+    """True if an exception, a tuple of them or none at all covers all errors."""
     kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
     return any(one is None or name_of(one) in ("Exception", "BaseException") for one in kinds)
 
 
 def raises_again(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler ends in a bare ``raise``."""
+    """True if a handler ends in a bare ``raise``."""
     last = handler.body[-1]
     return isinstance(last, ast.Raise) and last.exc is None
 

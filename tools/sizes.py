@@ -20,7 +20,7 @@ COLUMNS = 3
 
 
 class Size(NamedTuple):
-    """How large a room is."""
+    """Size of a room."""
 
     room: str
     files: int

@@ -39,9 +39,9 @@ INHERITED = re.compile(r"PIP_\w+|(https?|no)_proxy|(SSL|CURL|REQUESTS)_\w+", re.
 """Variables that say how packages are fetched here."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TAIL_CHARACTERS = 4_000
-"""Of the output of a command that failed."""
+"""Quoted length of a failed command's output."""
 INTERRUPTED = "interrupted"
-"""What failed a way on Ctrl-C; those behind it are not gone."""
+"""Failure of a way that Ctrl-C interrupted; later ways are not tried."""
 GRACE_S = 20.0
 """Until a command that was interrupted is killed."""
 HTTPS_PORT = 443
@@ -58,7 +58,7 @@ COMMENT = re.compile(r"\s+#.*$")
 ACTIVATE = re.compile(r"`(\. \.venv/bin/activate)`")
 NOTHING_LEARNT = re.compile(r"learnt nothing says so and ends with exit code (\d+)")
 PROGRAMS = {"etude", "make", "python", "hf", "pip", "podman", "kubectl"}
-"""What a line of a block of ``text`` begins with if it is a command."""
+"""First words of the commands in a block of ``text``."""
 
 
 class Block(NamedTuple):
@@ -74,7 +74,7 @@ class Block(NamedTuple):
 
 
 class Readme(NamedTuple):
-    """What a stranger takes from the README."""
+    """Facts that a stranger reads in the README."""
 
     first: list[str]
     by_hand: list[str]
@@ -97,7 +97,7 @@ class Ran:
 
 @dataclass(slots=True)
 class Way:
-    """What became of a way in."""
+    """The outcome of one way."""
 
     name: str
     seconds: float = 0.0
@@ -105,11 +105,11 @@ class Way:
     commands: list[Ran] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
-    """Commands that its pages only show, for machines or times that are not a reader's, and what was done before."""
+    """Commands that its pages only show, for other machines or longer times, and commands that were run before."""
 
 
 class Failed(Exception):
-    """A command that did not do what its page says."""
+    """A command without the result that its page promises."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,7 +177,7 @@ def shortened(command: str, settings: Sequence[str]) -> str:
 
 
 def follow(repository: Path, folder: Path, limit_s: float, settings: Sequence[str]) -> Iterator[Way]:
-    """Go each way of the README in a clone inside ``folder``: what is done by hand has a clone of its own."""
+    """Try each way of the README in a clone inside ``folder``; the installation by hand has its own clone."""
     reader, by_hand = (Stranger(repository, folder / name, settings) for name in ("reader", "by-hand"))
     readme = reader.readme
     for name, pages in readme.ways.items():
@@ -189,8 +189,8 @@ def follow(repository: Path, folder: Path, limit_s: float, settings: Sequence[st
 
 
 def reachable(command: str) -> tuple[str, list[str]]:
-    """A command without the package indexes that this machine cannot reach, and what was left out: pip's default index
-    has the same versions.
+    """A command without the package indexes that this machine cannot reach, and the removed options: pip's default
+    index has the same versions.
     """
     unreachable = [match[0] for match in INDEX.finditer(command) if not _answers(match[1])]
     for option in unreachable:
@@ -218,7 +218,7 @@ class Stranger:
         subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(repository), str(self._clone)], check=True)
         self.readme = read((self._clone / "README.md").read_text(encoding="utf-8"))
         self.done = set[str]()
-        """Commands that need not be repeated: a page may begin with what the README has had done."""
+        """Commands that need not be repeated: a page may begin with commands of the README."""
 
     def go(self, way: Way, steps: Sequence[tuple[str, str] | str], limit_s: float) -> Way:
         """Run commands of the README and pages until one fails or time is up."""
@@ -315,7 +315,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def report(ways: Sequence[Way], minutes: float, short: bool) -> dict[str, object]:
-    """What is printed: where and when, what was shortened, and each way."""
+    """The printed object: place and time, shortened commands, and each way."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     inherited = sorted(name for name in os.environ if INHERITED.fullmatch(name))
     return {

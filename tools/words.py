@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOTS = ("src/etude", "bench", "tests", "tools", "examples", "recipes")
 PRODUCT = "src/etude/"
-"""Docstrings and class names are looked at here; the names of tests describe what they test."""
+"""Docstrings and class names are checked only here; the names of tests describe what they test."""
 LIST = Path(__file__).with_name("words.txt")
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 """One word of ``snake_case``, ``CamelCase`` or ``UPPER_CASE``."""
@@ -40,7 +40,7 @@ class Retired:
     """Patterns of paths in which it is refused; with ``!`` in front, of paths in which it is a common word."""
 
     def applies(self, path: str) -> bool:
-        """Say whether the rule holds in a file."""
+        """Return true if the rule applies to a file."""
         allowed = [pattern[1:] for pattern in self.where if pattern.startswith("!")]
         refused = [pattern for pattern in self.where if not pattern.startswith("!")]
         if any(fnmatch(path, pattern) for pattern in allowed):
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 def read_list(table: str) -> tuple[Retired, ...]:
     """Parse ``words.txt``: ``kind text[, text …] => advice [@ pattern …]``; ``#`` begins a comment.
 
-    Raises ``ValueError`` with the number of a line that says something else.
+    Raises ``ValueError`` with the number of an invalid line.
     """
     rules = []
     for number, line in enumerate(table.splitlines(), 1):

@@ -49,16 +49,16 @@ _CROWD_COLUMNS = ("case", "per_s", "ran_ms", "mb_each", "mb_own")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     requests: int = 100_000
     hosts: int = 2_000
     alive: int = 1_000
     """Real namespaces at once; 0 for none."""
     rounds: int = 15
-    """Of choices; the fastest counts."""
+    """Repetitions of choices; the fastest counts."""
     scale: float = 1.0
-    """Of the tables whose choices are timed."""
+    """Scale of the tables whose choices are timed."""
     calibration_s: float = 10.0
     """Time for which starts are measured."""
 
@@ -79,7 +79,7 @@ QUICK = BurstOptions(requests=400, hosts=10, alive=4, rounds=1, scale=0.01, cali
 
 @dataclass(slots=True)
 class BurstFigures:
-    """What was measured."""
+    """Measurements."""
 
     choices: Mapping[str, float] = field(default_factory=dict)
     """Decision → microseconds."""
@@ -89,7 +89,7 @@ class BurstFigures:
     """Case → what became of it."""
     crowd: Figures = field(default_factory=Figures)
     missing: dict[str, str] = field(default_factory=dict)
-    """What was not measured → why."""
+    """Omitted measurement → reason."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +135,7 @@ def bench_burst(options: BurstOptions) -> dict[str, Json]:
 
 
 def table(result: dict[str, Json]) -> str:
-    """Decisions, bursts and the real crowd, then what the hosts were made of, and the goals."""
+    """Tables of decisions, bursts and real sandboxes, then the hosts' parameters and the goals."""
     calibration = result["calibration"]
     assert isinstance(calibration, dict)
     note = "modelled hosts: " + ", ".join(f"{name} {value}" for name, value in calibration.items())
@@ -203,7 +203,7 @@ async def _crowd(figures: BurstFigures, folder: Path, count: int) -> None:
 
 
 def rows_of(figures: BurstFigures) -> Iterator[Json]:
-    """Decisions, then bursts, then the real crowd, then what was not measured."""
+    """Rows of decisions, then bursts, then real sandboxes, then omitted measurements."""
     for case, us in figures.choices.items():
         yield {"contestant": CHOICES, "case": case, "us": round(us, 1)}
     for case, result in figures.bursts.items():

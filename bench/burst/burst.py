@@ -46,7 +46,7 @@ PROGRESS_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstPlan:
-    """What is asked for, of what, and what goes wrong."""
+    """Requests, images, and faults of a burst."""
 
     requests: int
     machines: int
@@ -56,7 +56,7 @@ class BurstPlan:
     request_s: float
     """Processor time of a client for one request."""
     images: int = 200
-    """Different images; the n-th is asked for in proportion to 1/n."""
+    """Number of different images; the n-th is requested in proportion to 1/n."""
     group_size: int = 8
     """Requests of one group, which have one image."""
     use_s: float = 90.0
@@ -76,7 +76,7 @@ FAILING_S, DOWN_S = 60.0, 45.0
 
 @dataclass(slots=True)
 class BurstResult:
-    """What became of a burst."""
+    """Results of a burst."""
 
     queue_times_s: list[float] = field(default_factory=list)
     """From the asking to the end of the first command, of each request that was served."""
@@ -107,7 +107,7 @@ def play_burst(plan: BurstPlan) -> BurstResult:
 
 @final
 class _Burst:
-    """One burst under way."""
+    """One burst in progress."""
 
     def __init__(self, plan: BurstPlan) -> None:
         self._plan = plan
@@ -118,7 +118,7 @@ class _Burst:
         self._first: set[Place] = set()  # requests whose first command has ended once
 
     async def play(self) -> BurstResult:
-        """Ask for everything at once, and wait for the last use to end."""
+        """Send all requests at once, and wait until the last sandbox is released."""
         plan, loop = self._plan, asyncio.get_running_loop()
         store = ImageStore(streams=plan.streams, read_s=plan.read_s)
         clients = [ClientProcessor(f"client-{number}", plan.request_s) for number in range(plan.clients)]
@@ -155,7 +155,7 @@ class _Burst:
     async def _ask(
         self, client: ClientProcessor, machines: dict[str, Machine], images: Sequence[str], numbers: range
     ) -> None:
-        """Be one client: fill its slots as the schedule says, until none is left."""
+        """Act as one client: fill its slots as the schedule decides, until none is left."""
         clock, changed = asyncio.get_running_loop(), asyncio.Event()
         provider = HostedSandboxes(
             list(machines), "a key", connect=lambda name: HostConnection(machines[name], client, self._uses)
@@ -228,7 +228,7 @@ class _Burst:
                 group.create_task(_go_down(failing[number], at_s))
 
     async def _tell(self) -> None:
-        """Say on stderr how far it is."""
+        """Print progress on stderr."""
         while True:
             await asyncio.sleep(PROGRESS_S)
             text = f"{asyncio.get_running_loop().time():.0f} s: {self._running} running, {self._result.served} done"

@@ -41,7 +41,7 @@ async def measure_starts(folder: Path, seconds: float) -> tuple[float, ...]:
 
 
 async def measure_request(count: int) -> float:
-    """Seconds for one sandbox of many that are asked for at once, over HTTP."""
+    """Seconds per sandbox if many are requested at once over HTTP."""
     most = limits_of_many(count)
     client = SandboxClient(
         digest=hashlib.sha256(KEY.encode()).hexdigest(), quota=Quota(sandboxes=count, each=most, total=most)

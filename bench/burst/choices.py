@@ -29,7 +29,7 @@ CALLS = 12
 PLACES = 100
 """Sandboxes of a host."""
 BATCH, PROBES = 500, 100
-"""Choices that are timed together; probes of one outage, likewise."""
+"""Choices that are timed together, and probes of one outage that are."""
 
 
 def measure_choices(*, rounds: int, scale: float = 1.0) -> Mapping[str, float]:
@@ -76,7 +76,7 @@ def _host_table(hosts: int) -> Iterator[tuple[str, float]]:
 
     def place(images: Iterator[str]) -> float:
         for number in range(hosts):
-            table.heard(f"http://host-{number}", report, 0.0)
+            table.record_report(f"http://host-{number}", report, 0.0)
         return _timed_us(BATCH, lambda: [table.choose(next(images), 0.0) for _ in range(BATCH)])
 
     place(repeat("image"))

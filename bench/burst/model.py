@@ -34,7 +34,7 @@ LEASE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineModel:
-    """What all machines have in common."""
+    """State shared by all machines."""
 
     places: int
     """Sandboxes that one may have."""
@@ -100,7 +100,7 @@ class Machine:
         ending.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel all work in progress."""
         self.stop()
         await asyncio.gather(*self._ending)
 
@@ -115,7 +115,7 @@ class Machine:
         )
 
     async def create(self, client: str, spec: SandboxSpec) -> Sandbox:
-        """Have a sandbox made. Raises what a client is told; where the machine goes down, it is told nothing."""
+        """Create a sandbox. Raises a client's error; if the machine goes down, the client gets no answer."""
         incarnation = self._incarnation
         await self.answer(incarnation)
         registry, registered = self._registry, RegisteredSandbox(client, str(next(self._names)))
@@ -246,7 +246,7 @@ class HostConnection:
         """Do nothing: a burst is not announced."""
 
     async def give_up(self, reason: str) -> None:
-        """Fail every call under way, and all until :meth:`take_up`."""
+        """Fail every call in progress, and all later ones until :meth:`take_up`."""
         self._fault = reason
         for call in list(self._calls):
             call.cancel()
@@ -256,7 +256,7 @@ class HostConnection:
         self._fault = ""
 
     def has_snapshot(self, digest: str) -> bool:
-        """Say that it has none."""
+        """Report that it has none."""
         return False
 
     async def close(self) -> None:

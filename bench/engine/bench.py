@@ -71,7 +71,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one contestant did in one cell, round by round."""
+    """Results of one contestant in one cell, by round."""
 
     contestant: str
     cell: Cell
@@ -87,7 +87,7 @@ class Row:
         return [timing.tokens / timing.cpu_s for timing in self.rounds]
 
     def to_json(self) -> dict[str, Json]:
-        """As printed."""
+        """The printed row."""
         row: dict[str, Json] = {"contestant": self.contestant, "case": self.cell.label, "missing": self.missing}
         if not self.rounds:
             return row
@@ -183,7 +183,7 @@ def table(result: dict[str, Json]) -> str:
 def _rows(
     model: BenchModel, folder: Path, dtype: str, options: EngineOptions, settings: dict[str, Json]
 ) -> Iterator[Row]:
-    """Every contestant in every cell of one model and type; adds to ``settings`` what they were set up with."""
+    """Run every contestant in every cell of one model and type; adds their setups to ``settings``."""
     with ExitStack() as stack:
         group = _start(stack, folder, dtype, options)
         settings |= group.settings

@@ -42,7 +42,7 @@ WARM_UPS, STEPS = 4, 24
 CACHED_BYTES = 2
 """Bytes of a number in the cache: bfloat16."""
 ROOM_SHARE = 0.9
-"""Of the card's memory, for weights and cache."""
+"""Share of the card's memory for weights and cache."""
 INIT_STD = 0.02
 COPY_BYTES = 1 << 30
 COPIES = 10
@@ -57,10 +57,10 @@ class DecodeSpeed:
     """Mean tokens of a sequence in the timed steps."""
     step_s: float
     least_bytes: int
-    """Of one step: all weights but the embedding once, and every sequence's keys and values."""
+    """Bytes of one step: all weights except the embedding, and every sequence's keys and values, once."""
 
     def to_json(self, copy_bytes_per_s: float) -> dict[str, Json]:
-        """As printed, beside the card's own copying."""
+        """Printed values, beside the card's own copy bandwidth."""
         rate = self.least_bytes / self.step_s
         return {
             "batch": self.batch,
@@ -106,7 +106,7 @@ async def _decode(model: Decoder, batch: int, context: int) -> DecodeSpeed:
     sampled = 0
 
     def step() -> bool:
-        """Whether all sequences decoded, and nothing else was done."""
+        """True if all sequences decoded and nothing else ran."""
         nonlocal sampled
         engine.step()
         counters = engine.take_counters()

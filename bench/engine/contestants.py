@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, final
 
 Settings: TypeAlias = dict[str, str | int | float | bool]
-"""How a contestant was set up, as reports print it."""
+"""Setup of a contestant, for reports."""
 
 PAGE_TOKENS = 256
 """Positions per page of transformers' cache: its own default."""
@@ -29,7 +29,7 @@ LENGTH = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a contestant starts with; travels to its process as JSON."""
+    """Start parameters of a contestant; sent to its process as JSON."""
 
     contestant: str
     folder: str
@@ -41,7 +41,7 @@ class Setup:
     experts: str = "plain"
     """Number format of expert matrices, as ``[numerics] experts``; only the native engine has others than ``plain``."""
     routes: bool = False
-    """Whether orders will ask for routes."""
+    """True if requests will ask for routes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Order:
     """0 or 1."""
     seed: int
     stamped: bool = False
-    """Whether ``first_token_s`` is wanted."""
+    """True if ``first_token_s`` is requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Contestant(Protocol):
 
     @property
     def settings(self) -> Settings:
-        """What was chosen, with versions."""
+        """Settings, with versions."""
         ...
 
     def generate(self, order: Order) -> list[Sampled]:

@@ -36,20 +36,20 @@ TEMPERATURE = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """What is measured."""
+    """Options of the measurement."""
 
     batches: tuple[int, ...] = (1, 16)
     draft_tokens: tuple[int, ...] = (1, 3)
     new_tokens: int = 96
     steps: int = 40
-    """Of the head's training, each on ``rollouts`` completions."""
+    """Training steps of the head, each on ``rollouts`` completions."""
     rollouts: int = 16
     rounds: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """One batch and number of drafts, after so many steps of training."""
+    """Results for one batch and number of drafts, after a number of training steps."""
 
     batch: int
     draft_tokens: int
@@ -61,7 +61,7 @@ class Drafting:
     """Tokens per step and sequence."""
 
     def to_json(self) -> dict[str, Json]:
-        """As printed."""
+        """The printed row."""
         return {
             "case": f"batch {self.batch}, {self.draft_tokens} drafts, head of {self.steps} steps",
             "tokens_per_s": round(self.drafted_per_s, 1),

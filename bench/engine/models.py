@@ -17,7 +17,7 @@ VOCABULARY = 320
 """Bytes, and some room for control tokens."""
 INIT_STD = 0.04
 END_ID, PAD_ID = VOCABULARY - 1, VOCABULARY - 2
-"""What checkpoints say ends and pads; contestants are told to ignore it."""
+"""End and padding tokens in checkpoints; contestants must ignore them."""
 _LAYERS, _HIDDEN, _POSITIONS = 6, 256, 4096
 _ATTENTION = GroupedSpec(heads=8, kv_heads=2, head_dim=32, normed=True)
 
@@ -31,7 +31,7 @@ class BenchModel:
 
     @property
     def sparse(self) -> bool:
-        """Whether it has experts."""
+        """True if it has experts."""
         return self.spec.experts is not None
 
 
@@ -79,7 +79,7 @@ def write_model(model: BenchModel, folder: Path, *, seed: int) -> None:
 
 
 def load_trained(folder: Path, config: NumericsConfig) -> Decoder:
-    """The checkpoint as a trainer on a CPU holds it: float32 parameters, forward passes as ``config`` says."""
+    """The checkpoint as loaded by a trainer on a CPU: float32 parameters, forward passes as in ``config``."""
     spec, state = load_checkpoint(folder)
     model = training_model(spec, config, "cpu").eval()
     assert isinstance(model, Decoder)

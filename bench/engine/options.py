@@ -1,4 +1,4 @@
-"""What `bench engine` measures: everybody on every model, or a few things in a few seconds."""
+"""Options of `bench engine`: all contestants on all models, or a few measurements in a few seconds."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ NATIVE = ("native-fast", "native-invariant")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     contestants: tuple[str, ...] = tuple(CONTESTANTS)
     models: tuple[BenchModel, ...] = MODELS
@@ -25,7 +25,7 @@ class EngineOptions:
     prompt_tokens: int = 64
     new_tokens: int = 64
     threads: int = 1
-    """Of each contestant, on a core each."""
+    """Threads of each contestant, on a core each."""
     rounds: int = 3
     least_s: float = 0.5
     """Seconds of work of each round at least."""
@@ -44,9 +44,10 @@ class EngineOptions:
 def engine_options(
     contestants: tuple[str, ...] | None = None, *, quick: bool = False, threads: int = 1
 ) -> EngineOptions:
-    """The options of a call; ``None`` stands for all contestants, or ours alone where it shall be ``quick``.
+    """Options of a call; ``None`` stands for all contestants, or only ours if ``quick``.
 
-    What is quick says that everything runs, not how fast. Raises :class:`~etude.errors.UserError` as the options do.
+    A quick call checks that everything runs, not its speed. Raises :class:`~etude.errors.UserError` for invalid
+    options.
     """
     if not quick:
         return EngineOptions(contestants=contestants or tuple(CONTESTANTS), threads=threads)

@@ -25,7 +25,7 @@ TURNS = 6
 OPENING_TOKENS = 384
 """A short system prompt with tools, and a task."""
 SAMPLED_TOKENS, ANSWERED_TOKENS = 24, 16
-"""Of each turn: what the model says and what the world answers."""
+"""Tokens of each turn: from the model, and from its environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Reuse:
     prompt_tokens: int
     reused_tokens: int
     seen_tokens: int
-    """Those that the engine had read or sampled before: no cache could reuse more."""
+    """Tokens that the engine had read or sampled before: no cache could reuse more."""
 
     @property
     def share(self) -> float:
@@ -43,7 +43,7 @@ class Reuse:
         return self.reused_tokens / self.prompt_tokens
 
     def to_json(self) -> dict[str, Json]:
-        """As printed."""
+        """The printed row."""
         return {
             "case": f"{SESSIONS} sessions of {TURNS} turns",
             "prompt_tokens": self.prompt_tokens,

@@ -55,11 +55,11 @@ class Swap:
 
     @property
     def changed_share(self) -> float:
-        """Of all bytes."""
+        """Changed bytes as a share of all bytes."""
         return self.changed_bytes / self.state_bytes
 
     def to_json(self) -> dict[str, Json]:
-        """As printed."""
+        """The printed row."""
         return {
             "case": f"{self.state_bytes / 1e6:.0f} MB, {self.changed_share:.2%} changed",
             "changed_bytes": self.changed_bytes,
@@ -72,10 +72,10 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapPlan:
-    """Which swaps are timed."""
+    """Swaps to time."""
 
     shares: tuple[float, ...] = (0.001, 0.01, 0.1)
-    """Which part of all numbers changes."""
+    """Shares of all numbers that change."""
     repeats: int = 5
     """Swaps of each share, and reloads; medians are taken."""
 

@@ -36,7 +36,7 @@ LOG_TAIL_BYTES = 1500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a contestant is timed on: batches of random prompts, one after the other."""
+    """Load for one timing: batches of random prompts, in sequence."""
 
     batch: int
     prompt_tokens: int
@@ -44,9 +44,9 @@ class Load:
     temperature: float
     vocabulary: int
     seed: int
-    """Of prompts and sampling: two loads of one seed are the same."""
+    """Seed of prompts and sampling: two loads of one seed are equal."""
     least_s: float = 0.0
-    """Batches go on until they took so long together; there is always one."""
+    """Batches continue until their total time reaches this; there is always one."""
     stamped: bool = False
 
     def order(self, repetition: int) -> Order:
@@ -64,7 +64,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What a load took."""
+    """Times of a load."""
 
     tokens: int
     """Sampled."""
@@ -144,7 +144,7 @@ class Worker:
     def _failure(self, what: str) -> InfrastructureError:
         self._end()  # it may still be writing its traceback
         tail = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        last = tail.splitlines()[-1] if tail else "it said nothing"
+        last = tail.splitlines()[-1] if tail else "no output"
         sys.stderr.write(f"{tail}\n")
         return InfrastructureError(f"{self._name} {what}: {last}")
 

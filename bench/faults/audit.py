@@ -18,7 +18,7 @@ from etude.types import Finish, RolloutStatus
 STATES: Mapping[str, int] = MappingProxyType({"open": 0, "ready": 1, "claimed": 2, "consumed": 3, "dropped": 4})
 """State of a group → how far it is on its way; no group goes back."""
 ENDS = frozenset({"submit", "turns", "length", "context"})
-"""How an agent's session ends by the model's own doing."""
+"""Finish reasons of an agent's session that the model itself causes."""
 
 
 class Wrong(StrEnum):
@@ -33,7 +33,7 @@ class Wrong(StrEnum):
     INFRA_SCORED_ZERO = "infra_scored_zero"
     """A rollout that failed by infrastructure and has a reward."""
     UNBOUNDED_WAITS = "unbounded_waits"
-    """A run that neither went on nor ended with a named error in time."""
+    """Violation: a run neither continued nor ended with a named error in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class LedgerSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a graded rollout's session ended, and the turns that are kept of it."""
+    """Finish reason of a graded rollout's session, and its stored turns."""
 
     rollout_id: str
     reason: str
@@ -100,7 +100,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """What events say of an ended rollout."""
+    """Fields of an event of an ended rollout."""
 
     rollout_id: str
     status: str
@@ -109,7 +109,7 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step's event says of the batch that it was computed on; a step redone says it twice."""
+    """Fields of a step's event about its batch; a repeated step has two events."""
 
     step: int
     batch: tuple[float, ...]
@@ -118,13 +118,13 @@ class Computed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What the run was to do."""
+    """Plan of the run."""
 
     steps: int
     groups_per_step: int
     max_turns: int
     max_attempts: int
-    """Of a slot, before it may be given up."""
+    """Attempts of a slot before it may be given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,16 +133,16 @@ class Weights:
 
     versions: tuple[int, ...]
     faults: tuple[str, ...]
-    """Of versions and links that cannot be had."""
+    """Versions and links that are missing or unreadable."""
     published: str
     """Digest of the newest version."""
     lineage: str
-    """Digest of what the newest checkpoint would publish."""
+    """Digest of the version that the newest checkpoint would publish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Everything that a run that is over left behind."""
+    """All evidence that a finished run left."""
 
     terms: Terms
     snapshot: LedgerSnapshot
@@ -155,7 +155,7 @@ class Evidence:
 
 
 def compare(before: LedgerSnapshot, after: LedgerSnapshot) -> list[Finding]:
-    """What was there and is gone, or went where nothing may go."""
+    """Records that disappeared, or made an impossible transition."""
     result = [
         Finding(Wrong.LOST, f"step {step} was committed and is not") for step in before.steps_done - after.steps_done
     ]
@@ -178,7 +178,7 @@ def _group_changes(before: GroupFact, after: GroupFact | None) -> Iterator[Findi
 
 
 def audit(evidence: Evidence) -> list[Finding]:
-    """What is wrong with a run that reached its end."""
+    """Violations of a run that reached its end."""
     return [
         *_steps(evidence.snapshot, evidence.terms),
         *_prompts(evidence.snapshot, evidence.drawn),
@@ -264,7 +264,7 @@ def _rewards(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _unfinished(ending: Ending, terms: Terms) -> str | None:
-    """Why a session cannot have ended as it says; ``None`` when it can."""
+    """The reason why a session cannot have ended as recorded; ``None`` if it can."""
     if ending.reason not in ENDS:
         return f"it ended with {ending.reason!r}, which is not the model's doing"
     if not ending.turns:

@@ -63,14 +63,14 @@ from etude.run.working_folder import MODEL, RECIPE_FILES, WORK_VARIABLE, keep, w
 from etude.types import Json
 
 GROUPS = 2
-"""Per step: small batches, so that many steps and many claims are under way while things go wrong."""
+"""Groups per step: small batches, so that many steps and claims are in progress while faults happen."""
 ROLLOUTS_PER_FAULT, ROLLOUTS_PER_FLEET_FAULT = 4, 16
 """A run grades this many for each of its faults: enough to get on between two of them; a fleet's take longer to get
 over.
 """
 FAULTS = 1000
 QUICK_FAULTS = 50
-"""Of a quick campaign: every kind at least once."""
+"""Number of faults in a quick campaign: every kind at least once."""
 PER_RUN, PER_FLEET_RUN = 25, 10
 """Faults of one run: the start of its processes is paid for by many."""
 FLEET_BOUNDS = Bounds(still_s=600.0)
@@ -80,7 +80,7 @@ SILENT_S = 10.0
 FLEET_SILENT_S = 60.0
 """On a fleet, which no fault is about: its many processes share the cores of one machine."""
 START_S = 600.0
-"""How long either part of it may take; some seconds where nobody else is at work."""
+"""Time limit of either part; some seconds on an idle machine."""
 MEMORY = Path("/dev/shm")
 LINKS = (ENGINE, GATEWAY)
 """Processes behind a link."""
@@ -90,12 +90,12 @@ _COLUMNS = ("case", "injected", "runs", "recovered", "went_on", "restarted", "re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """How large a campaign is, and where it is kept."""
+    """Size of a campaign, and the folder that stores it."""
 
     faults: int = FAULTS
     seed: int = 0
     kinds: tuple[Kind, ...] = tuple(Kind)
-    """What may happen."""
+    """Kinds of faults that may happen."""
     out: Path | None = None
     """Keeps what happens, the verdicts of runs, and those in which something was wrong; ``None`` keeps nothing."""
 
@@ -120,7 +120,7 @@ class FaultOptions:
 
     @property
     def described(self) -> dict[str, Json]:
-        """What makes it the campaign that it is."""
+        """Properties that identify the campaign."""
         return {"faults": self.faults, "seed": self.seed, "kinds": [kind.value for kind in self.kinds]}
 
 
@@ -132,7 +132,7 @@ def fault_options(
     out: Path | None = None,
     quick: bool = False,
 ) -> FaultOptions:
-    """The options of a call; a campaign is kept in ``runs`` unless ``out`` says where. Raises like the options."""
+    """Options of a call; a campaign is stored in ``runs`` unless ``out`` is given. Raises for invalid options."""
     chosen = faults if faults is not None else QUICK_FAULTS if quick else FAULTS
     if unknown := sorted(set(kinds) - set(Kind)):
         raise UserError(f"bench faults: --kinds {unknown[0]}: expected some of {', '.join(Kind)}")
@@ -206,9 +206,9 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 
 
 def bench_faults(options: FaultOptions | None = None) -> dict[str, Json]:
-    """Run the campaign, or what is left of it, and return the bench object; progress is told on stderr.
+    """Run the campaign, or the rest of it, and return the bench object; progress is printed on stderr.
 
-    Raises :class:`~etude.errors.UserError` where faults cannot be made to happen, or ``out`` holds another campaign.
+    Raises :class:`~etude.errors.UserError` if faults cannot be injected here, or ``out`` has another campaign.
     """
     chosen = options or FaultOptions()
     if (reason := missing()) is not None:
@@ -268,7 +268,7 @@ class Campaign:
         return self._store.noted
 
     def verdict(self, schedule: FaultSchedule) -> Verdict:
-        """What a run comes to: read from the store, or found out now."""
+        """The verdict of a run: from the store, or computed now."""
         if (stored := self._store.find(schedule.number)) is not None:
             return stored
         return (self._on_fleet if schedule.place is Place.FLEET else self._here)(schedule)
@@ -342,7 +342,7 @@ class Campaign:
         return self._options.extent.size_of(schedule.place).rollouts // (GROUPS * GROUP_SIZE)
 
     def _start(self, copy: Path | None = None) -> RunFolder:
-        """What all runs have behind them; or a ``copy`` of it, where other machines see it."""
+        """The common start of all runs; or a ``copy`` of it, in a place that other machines see."""
         self._model = self._model or midtrained(self._scratch / "start", self._options.seed)
         return self._model if copy is None else RunFolder(shutil.copytree(self._model.path, copy))
 
@@ -419,7 +419,7 @@ def rows_of(verdicts: Sequence[Verdict]) -> Iterator[dict[str, Json]]:
 
 
 def progress_line(verdicts: Sequence[Verdict], runs: int) -> str:
-    """What is told after each run."""
+    """Progress line after each run."""
     last = verdicts[-1]
     faults = sum(len(verdict.faults) for verdict in verdicts)
     findings = sum(len(verdict.findings) for verdict in verdicts)
@@ -435,5 +435,5 @@ def _stripped(ending: str) -> str:
 
 
 def _memory() -> Path | None:
-    """Where runs lie: in memory, if there is such a place; nothing here is about loss of power."""
+    """Folder of runs: in memory if possible; no fault here is a loss of power to real disks."""
     return MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else None

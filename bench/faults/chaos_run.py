@@ -25,7 +25,7 @@ from etude.errors import ExitCode, InfrastructureError
 from etude.run.folder import RunFolder
 
 POLL_S = 0.05
-"""How often everything is looked at."""
+"""Polling interval."""
 SETTLE_S = 0.5
 """A fault is got over when the run gets on this long after it had gone: sooner, a death may not have been noticed."""
 DOWN = OFFLINE | {Kind.KILL_SUPERVISOR}
@@ -38,16 +38,16 @@ class RunSupervisor(Protocol):
     """The supervisor of a run, across its incarnations."""
 
     resumes: int
-    """How often it was started again."""
+    """Number of restarts."""
 
     @property
     def status(self) -> int | None:
-        """How it ended; ``None`` while it runs, or is away because of a fault that holds."""
+        """Exit status; ``None`` while it runs, or cannot be reached because of a fault."""
         ...
 
     @property
     def output(self) -> str:
-        """What the present incarnation has printed."""
+        """Output of the current incarnation."""
         ...
 
     @property
@@ -76,7 +76,7 @@ class FaultInjector(Protocol):
         ...
 
     def damage(self, fault: Fault) -> Damage | None:
-        """Change files of a run that is down; ``None`` if that cannot be undone. Raises likewise."""
+        """Change files of a stopped run; ``None`` if that cannot be undone. Raises in the same way."""
         ...
 
     def keep_up(self) -> None:
@@ -86,21 +86,20 @@ class FaultInjector(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a run may take before it counts as one that does not get on."""
+    """Limits of a run before it counts as stuck."""
 
     still_s: float = 240.0
-    """How long it may stand still. The longest wait that its recipe and the code allow it is a sixth of that; the rest
-    is for the start of processes on a machine that is busy with others.
-    """
+    """Maximum time without progress. The longest wait that its recipe and the code allow is a sixth of that; the rest
+    is for starts of processes on a busy machine."""
     vain_endings: int = 8
-    """How often in a row it may end with a named error without having got on in between."""
+    """Maximum number of consecutive ends with a named error and without progress in between."""
     again_s: float = 0.5
     """Pause before it is resumed then: what made it end may still be going on."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FaultRecord:
-    """What became of one fault."""
+    """Outcome of one fault."""
 
     fault: Fault
     struck_s: float
@@ -112,12 +111,12 @@ class FaultRecord:
     recovered_s: float | None = None
     """When the run got on for the first time after the fault had gone."""
     how: str = ""
-    """``went on``, ``restarted`` (a process) or ``resumed`` (the whole)."""
+    """``went on``, ``restarted`` (a process) or ``resumed`` (the whole run)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunLog:
-    """What happened in one chaos run."""
+    """Record of one chaos run."""
 
     records: list[FaultRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -141,7 +140,7 @@ class ChaosRun:
         bounds: Bounds | None = None,
         on_recovery: Callable[[FaultRecord], None] = lambda _: None,
     ) -> None:
-        """``on_recovery`` is told of each fault that was got over, at once."""
+        """``on_recovery`` is called immediately for each fault that the run has recovered from."""
         self._bounds = bounds or Bounds()
         self._folder = folder
         self._on_recovery = on_recovery
@@ -184,7 +183,7 @@ class ChaosRun:
     # ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _strike(self) -> None:
-        """Let what is due happen; what finds no victim, or cannot be done yet, waits."""
+        """Inject all faults that are due; those without a victim, or not possible yet, wait."""
         with suppress(NoVictim, InfrastructureError):
             while self._due and self._is_due(self._due[0]):
                 fault = self._due[0]
@@ -219,7 +218,7 @@ class ChaosRun:
         return at_once
 
     def _strike_down(self, faults: Sequence[Fault]) -> None:
-        """Kill the supervisor, do to files what is due with that, and resume."""
+        """Kill the supervisor, apply the due faults to files, and resume."""
         orphans = self._supervisor.kill()
         records = []
         if any(fault.kind in OFFLINE for fault in faults):
@@ -252,7 +251,7 @@ class ChaosRun:
     # ── the run ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _follow_up(self, status: int) -> None:
-        """The supervisor ended by itself: the run is done, or its error is noted and it is resumed."""
+        """Handle a supervisor that ended by itself: the run is done, or its error is recorded and it is resumed."""
         if status in ENDS:
             self._log.finished = True
             return
@@ -269,7 +268,7 @@ class ChaosRun:
         self._supervisor.resume()
 
     def _is_stuck(self) -> bool:
-        """Whether the run has used up what a run may take; noted once."""
+        """True if the run has used up its limits; recorded once."""
         still_s = time.monotonic() - self._moved_s
         if still_s > self._bounds.still_s:
             self._find(f"nothing happened for {still_s:.0f} s; due: {self._due[:1]}, open: {len(self._open)}")

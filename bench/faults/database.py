@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     import psycopg
 
 INSTALLED = "postgresql/*/bin/postgres"
-"""Where Debian puts the programs, below its libraries."""
+"""Debian's folder of the programs, below its libraries."""
 USER = "etude"
 UNPRIVILEGED = 65534
-"""As whom the server runs where we are root, as whom it does not."""
+"""User of the server if we are root, which it refuses."""
 OPTIONS = ("-c", "listen_addresses=", "-c", "fsync=off", "-c", "autovacuum=off", "-c", "max_connections=60")
 """A socket alone; and nothing here is about loss of power."""
 INIT_S, START_S, STOP_S = 120.0, 60.0, 30.0
 TABLES = "groups, rollouts, steps"
-"""What a lock keeps from everyone."""
+"""Locked tables."""
 
 Place: TypeAlias = tuple[str, str]
 """A server's URL and a schema."""
 
 
 def programs() -> Path | None:
-    """Where PostgreSQL's programs are; ``None`` if they, or its client, are not installed."""
+    """Folder of PostgreSQL's programs; ``None`` if they, or its client, are not installed."""
     result = sorted(Path("/usr/lib").glob(INSTALLED))
     return result[-1].parent if result and importlib.util.find_spec("psycopg") is not None else None
 
@@ -79,7 +79,7 @@ class Database:
 
     @property
     def url(self) -> str:
-        """Where it is, for clients."""
+        """Its address for clients."""
         return f"postgresql:///postgres?user={USER}&host={self._folder}"
 
     def __enter__(self) -> Self:
@@ -114,7 +114,7 @@ class Database:
 
     @contextmanager
     def down(self) -> Iterator[None]:
-        """It crashes, and is back afterwards."""
+        """Crash and restart the server."""
         self._stop()
         try:
             yield
@@ -132,7 +132,7 @@ class Database:
             time.sleep(0.05)
 
     def _stop(self) -> None:
-        """At once, as in a crash: who started it again recovers what was committed."""
+        """Stop at once, as in a crash: the next start recovers committed data."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)
             try:

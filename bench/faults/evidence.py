@@ -40,18 +40,18 @@ from etude.weights.repair import verify
 from etude.weights.tensors import to_stored
 
 BUSY_S = 5.0
-"""How long a reading waits where a reader has to."""
+"""Maximum time that a reader waits for a lock."""
 
 
 def read_snapshot(folder: RunFolder) -> LedgerSnapshot | None:
-    """The ledger right now; ``None`` while nobody can read it."""
+    """The ledger's current snapshot; ``None`` while it cannot be read."""
     place = split(folder.ledger)
     answers = query(place, QUESTIONS) if place is not None else _read_file(folder.ledger)
     return None if answers is None else snapshot_of(answers)
 
 
 def read_evidence(folder: RunFolder, snapshot: LedgerSnapshot) -> Evidence:
-    """Everything that a run that is over left. Raises :class:`~etude.errors.DamagedError` for what cannot be read."""
+    """All evidence that a finished run left. Raises :class:`~etude.errors.DamagedError` for unreadable parts."""
     config = folder.config()
     harness = config.harness.options
     assert isinstance(harness, CodingOptions)
@@ -73,7 +73,7 @@ def read_evidence(folder: RunFolder, snapshot: LedgerSnapshot) -> Evidence:
 
 
 def read_weights(folder: RunFolder) -> Weights:
-    """What the weight log has, verified, and what the newest checkpoint would publish."""
+    """Verified contents of the weight log, and the version that the newest checkpoint would publish."""
     log = open_log(folder)
     versions = tuple(log.versions())
     newest = log.read(versions[-1]) if versions else None
@@ -86,7 +86,7 @@ def read_weights(folder: RunFolder) -> Weights:
 
 
 def lineage_digest(folder: RunFolder) -> str:
-    """What the newest checkpoint would publish. Raises :class:`~etude.errors.DamagedError` if there is none."""
+    """Digest of what the newest checkpoint would publish. Raises :class:`~etude.errors.DamagedError` without one."""
     config = folder.config()
     spec = load_spec(folder.model)
     model = training_model(spec, config.numerics, "cpu")

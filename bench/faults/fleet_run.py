@@ -35,7 +35,7 @@ from etude.run.working_folder import MODEL, RECIPE_FILES, create_run, keep, work
 FAR = Region(name=EAST.name, rtt_s=EAST.rtt_s, machines=3)
 PLAN = FleetPlan(regions=(FAR,), faults=(), steps=0, home_machines=3, trainer_nodes=2)
 START_S = 600.0
-"""How long the first state of a run may take to be at its URL."""
+"""Maximum time until the first state of a run is at its URL."""
 REGION_S = 1.0
 """Until the supervisor of a region that ended is started again."""
 
@@ -53,7 +53,7 @@ class FleetSupervisors:
         self._is_away = False
         self._ended_s = 0.0
         self.resumes = -1
-        """How often home's was started again."""
+        """Number of restarts of home's supervisor."""
         self.resume()
         self._region = self._start_region()
 
@@ -64,12 +64,12 @@ class FleetSupervisors:
 
     @property
     def status(self) -> int | None:
-        """How home's ended; ``None`` while it runs, or is away because of a fault."""
+        """Exit status of home's supervisor; ``None`` while it runs, or cannot be reached because of a fault."""
         return None if self._is_away else self._home.poll()
 
     @property
     def output(self) -> str:
-        """What home's present incarnation has printed."""
+        """Output of the current incarnation at home."""
         return self.log.read_bytes()[self._printed :].decode(errors="replace")
 
     @property
@@ -88,7 +88,7 @@ class FleetSupervisors:
         self._home = self._fleet.start(HOME, command, self.log)
 
     def kill(self) -> list[int]:
-        """``kill -9`` home's; its processes go on, so none is left behind."""
+        """``kill -9`` of home's supervisor; its processes continue, so none is left over."""
         self._home.kill()
         self._home.wait()
         return []

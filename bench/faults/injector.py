@@ -65,22 +65,22 @@ SANDBOX = b"etude.sandboxes"
 ROOM_BYTES = 20_000
 """Most bytes that still fit on a disk that is about to be full."""
 SLOW_S = (0.02, 0.2)
-"""How long each access to slow storage takes."""
+"""Duration of each access to slow storage."""
 JUMP_S = (1.0, 2 * 86_400.0)
-"""How far clocks jump, forward or back."""
+"""Jump of the clocks, forward or back."""
 STORED = ("commits", "packs", "layouts", "links")
 """Folders of the weight store with objects that count."""
 LAUNCH_S = 0.1
 """Longest time from the making of a process's heartbeat file to its start."""
 GARBAGE_BYTES = 500
-"""What a machine that lost power leaves behind a log's last whole frame."""
+"""Bytes after a log's last whole frame, as left by a machine that lost power."""
 
 Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Everything around the processes of one run that can go wrong."""
+    """The parts around the processes of one run that can fail."""
 
     machine: Machine
     links: Mapping[str, Link]
@@ -102,10 +102,10 @@ class Damage:
     damaged: bytes
 
     def undo(self) -> None:
-        """Put the sound bytes back; what was appended behind a change stays.
+        """Restore the sound bytes; data appended after a change stays.
 
-        A file that was cut and has grown since is left alone: a run at a URL has fetched what it had sent of it, and
-        another has gone on behind the cut.
+        A file that was cut and has grown since is left alone: a run at a URL has fetched the part that it had sent, and
+        another process has continued after the cut.
         """
         with suppress(FileNotFoundError):
             result = self.path.read_bytes()
@@ -114,7 +114,7 @@ class Damage:
                 self.path.write_bytes(self.sound + result[len(self.damaged) :])
 
     def is_named(self, message: str) -> bool:
-        """Whether an error tells which file it is."""
+        """True if an error names its file."""
         return self.path.name[:12] in message or self.path.parent.name in message
 
 
@@ -189,7 +189,7 @@ class Injector:
 
     @contextmanager
     def _signalled(self, victim: Callable[[], int], number: signal.Signals) -> Iterator[None]:
-        """Send a signal; who was stopped goes on afterwards, if it still lives."""
+        """Send a signal; a stopped process continues afterwards if it is still alive."""
         pid = victim()
         try:
             os.kill(pid, number)
@@ -213,7 +213,7 @@ class Injector:
         return picked(result, 0.0)
 
     def _beating_pid(self, command: str) -> int:
-        """Likewise, once it has given a sign of life: one that still starts may be silent for much longer."""
+        """The same, after its first heartbeat: a starting process may be silent for much longer."""
         pid, beat = self._pid(command), self._folder.path / f".{command}.beat"
         with suppress(FileNotFoundError, ProcessLookupError):
             if time.time() - beat.stat().st_mtime < age_s(pid) - LAUNCH_S:
@@ -243,7 +243,7 @@ def damageable(folder: RunFolder, kind: Kind) -> list[Path]:
 
 
 def jump_s(pick: float) -> float:
-    """How far the clock jumps: seconds to days, each as likely as the other, forward or back."""
+    """Jump of the clock: seconds to days, uniform in the logarithm, forward or back."""
     back, far = (pick < 0.5), (pick * 2) % 1.0
     seconds = JUMP_S[0] * math.exp(far * math.log(JUMP_S[1] / JUMP_S[0]))
     return -seconds if back else seconds
@@ -258,7 +258,7 @@ def command_line(pid: int) -> list[bytes]:
 
 
 def _size_bytes(path: Path) -> int:
-    """Of a file; 0 if it is none, or gone."""
+    """Size of a file; 0 if it does not exist."""
     try:
         return path.stat().st_size if path.is_file() else 0
     except FileNotFoundError:

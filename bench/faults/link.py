@@ -41,7 +41,7 @@ class Weather(Enum):
     BREAKING = auto()
     """Every connection is reset."""
     STALLING = auto()
-    """Nothing comes through."""
+    """Nothing is transferred."""
 
 
 @final
@@ -163,10 +163,10 @@ class Link:
 
 
 class _Turn:
-    """Whose turn it is on a connection."""
+    """The side that sends next on a connection."""
 
     __slots__ = ("over",)
 
     def __init__(self) -> None:
         self.over = True
-        """The last bytes came from the server, or there were none: what the caller says next begins a request."""
+        """The last bytes came from the server, or there were none: the caller's next bytes begin a request."""

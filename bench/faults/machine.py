@@ -24,14 +24,14 @@ SOURCE = Path(__file__).with_name("preload.c")
 COMPILERS = ("cc", "gcc", "clang")
 OPTIONS = ("-std=gnu11", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC")
 COMPILE_S = 60.0
-"""How long the compiler may take; it takes a fraction of a second."""
+"""Time limit of the compiler, which takes a fraction of a second."""
 PAGE_BYTES = mmap.PAGESIZE
 DETOURS = 2
 """Ports that can lead elsewhere."""
 
 
 class _Word(IntEnum):
-    """Where each setting stands in the page, in words of 64 bits; as in ``faults_preload.c``."""
+    """Position of each setting in the page, in words of 64 bits; as in ``faults_preload.c``."""
 
     CLOCK_NS = 0
     FULL = 1
@@ -123,7 +123,7 @@ class Machine:
 
     @contextlib.contextmanager
     def jumped_clock(self, seconds: float) -> Iterator[None]:
-        """It is that much later, or earlier, than it was; the clocks that only count go on as before."""
+        """Move the clock forward or back; clocks that only count continue unchanged."""
         with self._set(_Word.CLOCK_NS, int(seconds * 1e9)):
             yield
 

@@ -15,10 +15,10 @@ from types import MappingProxyType
 
 
 class Kind(StrEnum):
-    """What can happen to a run."""
+    """A kind of fault."""
 
     KILL_SUPERVISOR = "kill-supervisor"
-    """``kill -9`` of ``etude run``; somebody resumes it."""
+    """``kill -9`` of ``etude run``; it is resumed afterwards."""
     KILL_ENGINE = "kill-engine"
     KILL_GATEWAY = "kill-gateway"
     KILL_ROLLOUTS = "kill-rollouts"
@@ -40,7 +40,7 @@ class Kind(StrEnum):
     GATEWAY_RESET = "gateway-reset"
     """Connections to the gateway break, in the middle of an answer, too."""
     GATEWAY_STALL = "gateway-stall"
-    """Nothing comes through, in either direction."""
+    """No transfer in either direction."""
     ENGINE_5XX = "engine-5xx"
     ENGINE_RESET = "engine-reset"
     ENGINE_STALL = "engine-stall"
@@ -49,7 +49,7 @@ class Kind(StrEnum):
     STORE_SLOW = "store-slow"
     """Every access to the weight store takes long."""
     LEDGER_LOCK = "ledger-lock"
-    """Somebody else holds the ledger's lock: no process of the run reaches it."""
+    """Another process holds the ledger's lock: no process of the run can access it."""
     LEDGER_CUT = "ledger-cut"
     """Every connection to the ledger's server is lost."""
     LEDGER_DOWN = "ledger-down"
@@ -61,28 +61,28 @@ class Kind(StrEnum):
     DAMAGE_CHECKPOINT = "damage-checkpoint"
     """A bit of the newest checkpoint flips, or its end is missing, while the run is down."""
     DAMAGE_EVENTS = "damage-events"
-    """Likewise, in a log of events."""
+    """The same in a log of events."""
     DAMAGE_SIDECAR = "damage-sidecar"
-    """Likewise, in the files that SQLite keeps beside the ledger."""
+    """The same in the files that SQLite keeps beside the ledger."""
     DAMAGE_STORE = "damage-store"
-    """Likewise, in an object of the weight store."""
+    """The same in an object of the weight store."""
     LOSE_DISK = "lose-disk"
-    """The machine of a run at a URL is lost, with all that its disk had; another one goes on from the URL."""
+    """The machine of a run at a URL is lost with its disk; another one continues from the URL."""
     CUT_REGION = "cut-region"
-    """Nothing gets to a region of a fleet, or out of it."""
+    """A region of a fleet can neither send nor receive."""
     KILL_RELAY = "kill-relay"
     """``kill -9`` of a relay, the active one or the one that stands by."""
     LOSE_ENGINE_MACHINE = "lose-engine-machine"
     """A machine with an engine is lost, with its disk; an empty one comes after a while."""
     LOSE_TRAINER_NODE = "lose-trainer-node"
-    """A machine with a node of the trainer is lost, likewise; its disk is shared."""
+    """A machine with a node of the trainer is lost in the same way; its disk is shared."""
     LOSE_SUPERVISOR = "lose-supervisor"
-    """``kill -9`` of the supervisor of home or of a region; its processes go on, and somebody starts another one."""
+    """``kill -9`` of the supervisor of home or of a region; its processes continue, and another one is started."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultSpec:
-    """How often a kind happens and for how long."""
+    """Frequency and duration of a kind."""
 
     share: float
     """Relative to the others."""
@@ -145,9 +145,9 @@ FLEET = frozenset(
 )
 """Kinds that happen to runs on a fleet, and the only ones that do."""
 LAST_SHARE = 0.85
-"""Of a run's progress: later nothing happens, so that every fault finds its run alive."""
+"""Share of a run's progress after which no fault happens, so that every fault finds its run alive."""
 FILES_SHARE = 0.3
-"""Of a run's progress: sooner no file is damaged, so that there are some."""
+"""Share of a run's progress before which no file is damaged, so that some files exist."""
 LONGEST_DELAY_S = 0.4
 """A fault comes up to this much after its point of progress: as long as a step takes, so that it finds any of it."""
 
@@ -162,15 +162,15 @@ class Fault:
     at: int
     """Graded rollouts of its run after which it is due."""
     delay_s: float
-    """How much later still."""
+    """Additional delay."""
     hold_s: float
-    """How long it lasts; 0: it is over at once."""
+    """Duration; 0: instantaneous."""
     pick: float
     """In [0, 1): decides among victims, bytes, statuses, directions."""
 
 
 class Place(StrEnum):
-    """Where a run is."""
+    """Place of a run: one machine or a fleet."""
 
     FOLDER = "folder"
     """On one machine, with its ledger in a file."""
@@ -191,30 +191,30 @@ class FaultSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSize:
-    """How large one run is."""
+    """Size of one run."""
 
     faults: int
     """At most."""
     rollouts: int
-    """That it grades."""
+    """Number of rollouts that it grades."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How large a campaign is, and what can happen in it."""
+    """Size of a campaign, and the faults that can happen in it."""
 
     faults: int
     size: RunSize
-    """Of a run on one machine."""
+    """Size of a run on one machine."""
     fleet_size: RunSize | None = None
-    """Of a run on a fleet; ``None`` where there are no fleets."""
+    """Size of a run on a fleet; ``None`` if fleets are not possible here."""
     server: bool = False
-    """Whether every other run on one machine has its ledger on a server."""
+    """True if every other run on one machine has its ledger on a server."""
     only: frozenset[Kind] = frozenset(Kind)
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """What can happen in it."""
+        """The possible faults."""
         barred = frozenset() if self.server and self.faults > self.size.faults else SERVED
         return self.only - barred - (FLEET if self.fleet_size is None else frozenset())
 
@@ -245,7 +245,9 @@ def plan(seed: int, extent: Extent) -> tuple[FaultSchedule, ...]:
 
 
 def apportion(faults: int, kinds: frozenset[Kind] = frozenset(Kind)) -> list[Kind]:
-    """That many of some kinds by their shares: the likeliest if they are few, and each at least once if they can be."""
+    """Numbers of each kind by their shares: only the most likely ones if there are few, and each at least once if
+    possible.
+    """
     shares = {kind: spec.share for kind, spec in SPECS.items() if kind in kinds}
     given = Counter(sorted(shares, key=lambda kind: -shares[kind])[:faults])
     whole = sum(shares.values())
@@ -276,7 +278,7 @@ def _places(kinds: Sequence[Kind], extent: Extent) -> list[Place]:
 
 
 def _places_of(kind: Kind) -> frozenset[Place]:
-    """Where a kind can happen."""
+    """Places in which a kind can happen."""
     if kind in FLEET:
         return frozenset({Place.FLEET})
     if kind in SERVED:

@@ -19,13 +19,13 @@ from etude.run.folder import RunFolder
 from etude.run.launchers.host_process import THREADING
 
 GONE_S = 60.0
-"""How long processes of a run whose supervisor was killed may take to end: longer than they may take to clean up."""
+"""Maximum time until processes of a run end after their supervisor was killed: longer than their cleanup."""
 POLL_S = 0.02
 
 
 @final
 class Supervisor:
-    """The supervisor of one run, across its incarnations; ``log`` takes what they print."""
+    """The supervisor of one run, across its incarnations; ``log`` receives their output."""
 
     def __init__(self, folder: RunFolder, log: Path, environment: Mapping[str, str]) -> None:
         self._folder = folder
@@ -34,22 +34,22 @@ class Supervisor:
         self._environment = {**THREADING, **programs.environment(), **environment}
         self._printed = 0
         self.resumes = -1
-        """How often it was started again."""
+        """Number of restarts."""
         self._process = self._launch()
 
     @property
     def pid(self) -> int:
-        """Of the present incarnation."""
+        """Id of the current incarnation."""
         return self._process.pid
 
     @property
     def status(self) -> int | None:
-        """How it ended; ``None`` while it runs."""
+        """Exit status; ``None`` while it runs."""
         return self._process.poll()
 
     @property
     def output(self) -> str:
-        """What the present incarnation has printed."""
+        """Output of the current incarnation."""
         return self._log.read_bytes()[self._printed :].decode(errors="replace")
 
     @property

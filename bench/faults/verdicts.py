@@ -27,7 +27,7 @@ CAMPAIGN, FAULTS, LOCK = "campaign.json", "faults.jsonl", ".lock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Got:
-    """How one fault was got over."""
+    """Recovery from one fault."""
 
     kind: str
     how: str
@@ -37,7 +37,7 @@ class Got:
 
     @classmethod
     def of(cls, record: FaultRecord) -> Self:
-        """What became of a fault."""
+        """Make it from the record of a fault."""
         over = record.recovered_s is not None and record.healed_s is not None
         seconds = record.recovered_s - record.healed_s if over else None  # type: ignore[operator]  # not None, if over
         return cls(kind=record.fault.kind, how=record.how, seconds=seconds)
@@ -45,7 +45,7 @@ class Got:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What one run came to."""
+    """The outcome of one run."""
 
     run: int
     planned: int
@@ -57,7 +57,7 @@ class Verdict:
     endings: tuple[str, ...]
     """The errors with which it ended before it was done, and was resumed."""
     commit: str = ""
-    """Of the sources that it ran."""
+    """Commit of the sources that it ran."""
 
     @classmethod
     def of(cls, run: int, planned: int, run_log: RunLog, commit: str = "") -> Self:
@@ -76,7 +76,7 @@ class Verdict:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """What :meth:`dump` gave. Raises ``ValueError`` for anything else."""
+        """Parse the text of :meth:`dump`. Raises ``ValueError`` for anything else."""
         fields: dict[str, Any] = orjson.loads(data)
         try:
             fields["faults"] = tuple(Got(**got) for got in fields["faults"])
@@ -87,7 +87,7 @@ class Verdict:
             raise ValueError(f"no verdict: {error}") from error
 
     def dump(self) -> bytes:
-        """As JSON."""
+        """Write it as JSON."""
         return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2) + b"\n"
 
 
@@ -112,7 +112,7 @@ class VerdictStore(Closing):
             raise UserError(f"{folder}: another process goes on with this campaign: wait for it, or end it") from None
 
     def close(self) -> None:
-        """Let another process go on with the campaign."""
+        """Release the campaign, so that another process can continue it."""
         self._lock.close()
 
     def find(self, run: int) -> Verdict | None:

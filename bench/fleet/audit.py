@@ -17,7 +17,7 @@ from etude.run.working_folder import open_run_folder
 
 
 def audit_run(url: str) -> dict[str, list[str]]:
-    """What is wrong with a run that is over, by goal. Raises :class:`~etude.errors.InfrastructureError`."""
+    """Violations of a finished run, by goal. Raises :class:`~etude.errors.InfrastructureError`."""
     folder = open_run_folder(url)
     snapshot = read_snapshot(folder)
     if snapshot is None:
@@ -27,9 +27,9 @@ def audit_run(url: str) -> dict[str, list[str]]:
 
 
 def audit_at_home(fleet: Fleet, scratch: Path) -> Mapping[str, Sequence[str]]:
-    """Have a run that is over audited at home, with files in ``scratch``; what is wrong, by goal.
+    """Audit a finished run at home, with files in ``scratch``; violations by goal.
 
-    Raises :class:`~etude.errors.InfrastructureError` where it cannot be read.
+    Raises :class:`~etude.errors.InfrastructureError` if it cannot be read.
     """
     out, log = scratch / "audit.json", scratch / "audit.log"
     if fleet.start(HOME, [sys.executable, "-m", "bench.fleet.audit", fleet.url, str(out)], log).wait():

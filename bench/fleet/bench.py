@@ -82,10 +82,10 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 
 
 def bench_fleet(plan: FleetPlan, *, seed: int = 0, launcher: str = RAY) -> dict[str, Json]:
-    """Run the demo and return the bench object; progress is told on stderr.
+    """Run the demo and return the bench object; progress is printed on stderr.
 
-    Raises :class:`~etude.errors.UserError` where it cannot be run, and :class:`~etude.errors.InfrastructureError` when
-    the run ends with an error.
+    Raises :class:`~etude.errors.UserError` if it cannot run here, and :class:`~etude.errors.InfrastructureError` if the
+    run ends with an error.
     """
     if seed < 0:
         raise UserError(f"bench fleet: --seed {seed}: expected 0 or more")
@@ -186,7 +186,7 @@ def _goals(
 
 
 def _over(kind: FaultKind, log: DemoLog, plan: FleetPlan) -> tuple[float | None, str]:
-    """How long a fault was felt; without a figure, why."""
+    """Duration of a fault's effect; without a figure, the reason."""
     if not any(fault.kind is kind for fault in plan.faults):
         return None, "not in the short demo"
     record = next((each for each in log.records if each.fault.kind is kind), None)

@@ -35,22 +35,22 @@ LAUNCHERS: Mapping[str, str] = {MACHINES: "bench.fleet.launcher:MachineLauncher"
 PACKS = "weights/packs"
 """Folders of a store with what weight versions consist of."""
 POLL_S = 0.5
-"""How often everything is looked at; when things happened is read from events."""
+"""Polling interval; the times of what happened are read from events."""
 FIRST_STEP = 2
-"""Nothing goes wrong before this step."""
+"""Step before which no fault happens."""
 GAP_S = 3.0
 """Between the end of a fault and the next one, at least."""
 FAULT_S = 240.0
 """After this time a fault counts as one that the fleet did not get over."""
 RESTART_S = 1.0
-"""Until a supervisor that was killed is started again, as by whoever keeps it."""
+"""Delay before a killed supervisor is restarted, as by a service manager."""
 REGION_S = 2.0
 """Until the supervisor of a region that ended is started again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DemoLog:
-    """What happened in a demo."""
+    """Record of a demo."""
 
     events: Sequence[Logged] = ()
     records: list[FaultRecord] = field(default_factory=list)
@@ -61,7 +61,7 @@ class DemoLog:
     link_bytes: Mapping[str, int] = field(default_factory=dict)
     """Region → bytes on the link from home, everything included."""
     findings: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """What the auditor found wrong, by its goals."""
+    """Violations that the auditor found, by its goals."""
     interrupted: bool = False
     status: int | None = None
     """Exit status of the run; ``None`` if it was not finished in time."""
@@ -199,7 +199,7 @@ class Demo:
                 if each.recovered_s is None and now_s - each.struck_s < FAULT_S + each.fault.lasts_s]  # fmt: skip
 
     def _close_faults(self) -> None:
-        """Undo what has lasted, and note what is over."""
+        """Undo faults whose time is over, and record those that ended."""
         for record in self._open():
             lasted_s = time.time() - record.struck_s
             if record.fault.lasts_s and record.healed_s is None and lasted_s >= record.fault.lasts_s:

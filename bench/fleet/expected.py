@@ -28,7 +28,7 @@ def expected() -> Mapping[str, float]:
 
 
 def measure() -> None:
-    """Train, and write what came of it."""
+    """Train, and write the results."""
     plan = whole_plan()
     start = prepared_start(load_recipe(RECIPE, plan.start))
     settings = (TWO_KINDS, *starting_from(start), *MEASURED, f"trainer.steps={plan.steps}")

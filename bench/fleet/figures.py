@@ -17,7 +17,7 @@ Span = tuple[float, float]
 
 @dataclass(slots=True, kw_only=True)
 class FaultRecord:
-    """What became of one fault; times in seconds since 1970."""
+    """The outcome of one fault; times in seconds since 1970."""
 
     fault: PlannedFault
     struck_s: float
@@ -86,13 +86,13 @@ class CutFigures:
 
     @property
     def share(self) -> float | None:
-        """What is left of them."""
+        """Throughput during the cut as a share of that before it."""
         return self.during / self.before if self.before else None
 
 
 def around_cut(events: Sequence[Logged], records: Sequence[FaultRecord], plan: FleetPlan) -> CutFigures | None:
-    """What the others did around the cut; ``None`` where there was none that was healed, or where something else was
-    wrong in that time.
+    """Throughput of the other regions around the cut; ``None`` without a healed cut, or if another fault was active
+    then.
     """
     cut = next((each for each in records if each.fault.kind is FaultKind.REGION_CUT), None)
     if cut is None or cut.healed_s is None:

@@ -37,11 +37,11 @@ class Machine:
     work: str
     """Its disk."""
     socket: str
-    """Where its agent listens."""
+    """Address of its agent."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells processes of étude which machine they are on."""
+        """Environment that identifies the machine to étude's processes."""
         return {ADDRESS_VARIABLE: self.address, WORK_VARIABLE: self.work}
 
 
@@ -99,7 +99,7 @@ class MachineLauncher:
         }
 
     def _look(self) -> dict[Machine, dict[str, ProcessStatus]]:
-        """The machines of this region that answer, and what is on each."""
+        """The answering machines of this region, and the processes on each."""
         machines = read_machines(self._file)
         region = next(machine.region for machine in machines if machine.address == self._address)
         answers = {machine: _ask(machine, "look") for machine in machines if machine.region == region}
@@ -108,7 +108,7 @@ class MachineLauncher:
     def _rendezvous(
         self, spec: ProcessSpec, machine: Machine, there: Mapping[Machine, Mapping[str, ProcessStatus]]
     ) -> dict[str, str]:
-        """How the members of a group meet, at the machine of the first one, which is placed first."""
+        """Address of the first member of a group, which is placed first and which the others connect to."""
         if spec.group is None:
             return {}
         first = next((each for each, processes in there.items() if spec.group.name in processes), machine)
@@ -127,7 +127,7 @@ def _choose(spec: ProcessSpec, there: Mapping[Machine, Mapping[str, ProcessStatu
 
 
 def _ask(machine: Machine, verb: str, *arguments: object) -> Any:
-    """Ask the agent of a machine; ``None`` where that is lost."""
+    """Send a request to the agent of a machine; ``None`` if the machine is lost."""
     try:
         return ask(machine.socket, verb, *arguments)
     except (OSError, EOFError):

@@ -37,7 +37,7 @@ BOOT = (
     'mkdir -p /tmp/ray; mount -t tmpfs -o size=1g tmpfs /tmp/ray; mount -t tmpfs -o size=1g tmpfs /dev/shm; exec "$@"',
     "machine",
 )
-"""What comes before the first process of a machine, its agent: shared memory and Ray's sockets are its own."""
+"""Commands before the first process of a machine, its agent: it has its own shared memory and Ray sockets."""
 STORE_S = 180.0
 """Longest time until a store answers."""
 
@@ -100,7 +100,7 @@ class Fleet:
 
     @property
     def machines_file(self) -> Path:
-        """Where the launcher reads of the machines."""
+        """File from which the launcher reads the machines."""
         return self._scratch / "machines.json"
 
     @property
@@ -161,7 +161,7 @@ class Fleet:
             self._wan.heal(site)
 
     def sent(self, region: str) -> Mapping[str, Mapping[str, int]]:
-        """What a region's store has sent and taken so far (:mod:`bench.fleet.store`)."""
+        """Bytes that a region's store has sent and received so far (:mod:`bench.fleet.store`)."""
         counts: Mapping[str, Mapping[str, int]] = json.loads(self._counts(region).read_text(encoding="utf-8"))
         return counts
 

@@ -25,7 +25,7 @@ class Observed:
         self.events: list[Logged] = []
 
     def update(self) -> None:
-        """Read what is new."""
+        """Read new lines."""
         for folder in self._disks.glob("*/*/events"):
             for logged in self._readers.setdefault(folder, EventReader(folder)).new():
                 mark = (logged.at_s, logged.process, type(logged.event).__name__)

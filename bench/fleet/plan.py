@@ -16,14 +16,13 @@ from bench.sync.wan import WanShape
 
 HOME = "home"
 STEPS, SHORT_STEPS = 30, 60
-"""Of the whole demo, for which ``expected.json`` has what they come to on one machine, and of the short one: a tiny
-model's take no time.
-"""
+"""Steps of the whole demo, whose results on one machine are in ``expected.json``, and of the short one, whose tiny
+model takes almost no time."""
 CUT_S, SHORT_CUT_S = 30.0, 10.0
 LOSS = 0.001
 """Share of packets that long-distance links lose."""
 BITS_PER_S = 100e6
-"""Of each long-distance link, in each direction."""
+"""Rate of each long-distance link, in each direction."""
 NEAR = WanShape(rtt_s=0.0004, loss=0.0, bits_per_s=1e9)
 """Machines of one region."""
 
@@ -50,7 +49,7 @@ SOUTH = Region(name="south", rtt_s=0.25)
 
 
 class FaultKind(StrEnum):
-    """What goes wrong."""
+    """Faults of a demo."""
 
     ENGINE_KILLED = "engine killed"
     RELAY_KILLED = "relay killed"
@@ -67,9 +66,8 @@ class PlannedFault:
     kind: FaultKind
     region: str
     lasts_s: float = 0.0
-    """Time until it is undone; 0 for what the fleet itself has to get over. As long before it nothing else is wrong, so
-    that the others can be compared with themselves.
-    """
+    """Time until it is undone; 0 if the fleet itself has to recover. For the same time before it, no other fault is
+    active, so that the other regions can be compared with themselves."""
     joins: bool = False
     """True if it may strike while the one before is felt: no goal is about either."""
 
@@ -88,7 +86,7 @@ class FleetPlan:
     settings: tuple[str, ...] = ()
     """All others."""
     is_whole: bool = True
-    """True if it trains what the recipe does, so that its pass rate can be compared."""
+    """True if it trains with the recipe's settings, so that its pass rate can be compared."""
 
     @property
     def home(self) -> Region:
@@ -168,7 +166,7 @@ def short_plan() -> FleetPlan:
 TWO_KINDS = 'tasks.options.kinds=["arith","slice"]'
 """Tasks of the whole demo."""
 IMITATED = ("tasks.options.stub=0.0", "tasks.options.right_edit=0.4", "midtrain.tokens=1_000_000")
-"""What its mid-training imitates."""
+"""Recipe keys that determine what its mid-training imitates."""
 MEASURED = ("eval.tasks=128",)
 """Held-out tasks of 16 templates, which decide how sure a pass rate is."""
 TINY = (

@@ -21,11 +21,11 @@ PORT = 6379
 TRIES = 5
 """Times that a node is started: it gives up after half a minute, which a busy machine may take."""
 UP = "Ray runtime started"
-"""What a node says once it is up."""
+"""Text that a node prints once it is up."""
 AT_ONCE = 2
 """Clusters that are started at a time: a node gives up that has no core for half a minute."""
 POLL_S = 0.2
-"""How often nodes are looked at while they start."""
+"""Polling interval for starting nodes."""
 RESOURCES: Mapping[str, float] = {"serve": 2.0, "gateway": 0.1, "relay": 0.1, "rollouts": 0.1, "train": 2.0}
 """Command → processors of a node that a process takes."""
 ROOMY_CPUS, HEAD_CPUS, NODE_CPUS = 8, 1, 2
@@ -37,12 +37,12 @@ HEALTH_CHECKS: Mapping[str, str] = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_enable_autoscaler_v2": "0",
 }
-"""How soon a head takes a node for lost: 4 s instead of 19."""
+"""Time until a head considers a node lost: 4 s instead of 19."""
 NO_SPARES: Mapping[str, str] = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 """No workers before there are actors for them: by default a node has one ready for each of its processors."""
 LEAN = ("--disable-usage-stats", "--include-log-monitor", "false")
 LEAN_HEAD = ("--no-monitor", "--include-dashboard", "false")
-"""Without what nobody here asks: logs carried to drivers, an autoscaler, a dashboard. Half of a node's start."""
+"""Options that disable log transfer to drivers, autoscaler and dashboard, which take half of a node's start."""
 
 
 def missing() -> str | None:
@@ -84,7 +84,7 @@ def _starting(fleet: Fleet, region: Region, scratch: Path) -> Iterator[str]:
 
 
 def cpus_of(region: Region, site: str) -> int:
-    """Processors of a machine, as Ray is told."""
+    """Number of processors of a machine, as reported to Ray."""
     if site != region.sites[0]:
         return NODE_CPUS
     return ROOMY_CPUS if region.machines == 1 or region.name == HOME else HEAD_CPUS

@@ -57,7 +57,7 @@ _COLUMNS = ("contestant", "per_s", "cpu_us", "p50_ms", "p99_ms", "added_p50_ms",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     contestants: tuple[str, ...] = (DIRECT, *CONTESTANTS)
     lengths: tuple[int, ...] = (16, 300)
@@ -67,7 +67,7 @@ class GatewayOptions:
     """Callers at which replies are streamed."""
     rounds: int = 3
     seconds: float = 2.0
-    """Of a round."""
+    """Duration of a round."""
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.contestants) - {DIRECT, *CONTESTANTS}):
@@ -76,7 +76,7 @@ class GatewayOptions:
 
     @property
     def cells(self) -> tuple["Cell", ...]:
-        """Everything that everybody does."""
+        """All cells, for every contestant."""
         whole = [Cell(tokens=n, concurrency=c) for n in self.lengths for c in self.concurrencies]
         streamed = [Cell(tokens=n, concurrency=c, stream=True) for n in self.lengths for c in self.streams]
         single = [Cell(tokens=n, concurrency=max(self.concurrencies), turns=1) for n in self.lengths]
@@ -84,9 +84,10 @@ class GatewayOptions:
 
 
 def gateway_options(contestants: tuple[str, ...] | None = None, *, quick: bool = False) -> GatewayOptions:
-    """The options of a call; ``None`` stands for all contestants, or all but LiteLLM where it shall be ``quick``.
+    """Options of a call; ``None`` stands for all contestants, or all except LiteLLM if ``quick``.
 
-    What is quick says that everything runs, not how fast. Raises :class:`~etude.errors.UserError` as the options do.
+    A quick call checks that everything runs, not its speed. Raises :class:`~etude.errors.UserError` for invalid
+    options.
     """
     if not quick:
         return GatewayOptions(contestants=contestants or (DIRECT, *CONTESTANTS))
@@ -121,17 +122,17 @@ class Cell:
         )
 
     def concerns(self, contestant: str) -> bool:
-        """Whether a contestant takes part."""
+        """True if a contestant takes part in the cell."""
         return self.turns > 1 or contestant in OURS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one contestant did in one round."""
+    """Results of one contestant in one round."""
 
     measured: Measured
     cpu_s: float
-    """Of the contestant, for all of the round's calls."""
+    """CPU seconds of the contestant, for all calls of the round."""
 
     @property
     def cpu_us(self) -> float:
@@ -141,7 +142,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one contestant did in one cell."""
+    """Results of one contestant in one cell."""
 
     contestant: str
     cell: Cell
@@ -156,7 +157,7 @@ class Row:
         return statistics.median(map(figure, self.rounds))
 
     def to_json(self, direct: "Row | None") -> dict[str, Json]:
-        """As printed; ``direct`` is the same without anybody in between."""
+        """The printed row; ``direct`` is the same load without a gateway."""
         row: dict[str, Json] = {"contestant": self.contestant, "case": self.cell.label, "missing": self.missing}
         if not self.rounds:
             return row
@@ -181,7 +182,7 @@ Rows: TypeAlias = Mapping[tuple[str, Cell], Row]
 
 @dataclass(slots=True)
 class _Field:
-    """Who takes part: how they are asked, their processes, and why others do not."""
+    """The contestants: their targets and processes, and the reasons for missing ones."""
 
     load: LoadProcess
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
@@ -189,7 +190,7 @@ class _Field:
     missing: dict[str, str] = field(default_factory=dict)
 
     def drop(self, name: str, reason: str) -> None:
-        """It is out, in this cell and in later ones."""
+        """Exclude a contestant from this cell and later ones."""
         self.missing[name] = reason
         self.endpoints.pop(name, None)
 
@@ -245,7 +246,7 @@ def _ms(seconds: float) -> float:
 
 
 def write_script(folder: Path, tokens: int) -> Script:
-    """Make a tokenizer in ``folder`` and say what the upstream samples: plain text of so many of its tokens."""
+    """Create a tokenizer in ``folder`` and return the upstream's completion, of that many tokens."""
     text = _text()
     template = ChatTemplate.train([text], VOCABULARY)
     template.save(folder)
@@ -375,9 +376,9 @@ def judged_rows(rows: Rows) -> dict[str, Json]:
 
 
 def capture_us(rows: Rows) -> dict[str, Json]:
-    """Microseconds of CPU per call that sessions cost, by case: opening, keeping, and handing the turns over.
+    """CPU microseconds per call that sessions cost, by case: opening, storing, and returning the turns.
 
-    Negative in conversations, where not tokenising what was said before saves more than that.
+    Negative in conversations if not tokenising the history again saves more than that.
     """
     return {
         cell.label: round(ours.median(lambda one: one.cpu_us) - alone.median(lambda one: one.cpu_us), 1)
@@ -399,7 +400,7 @@ def _ratios(
 
 
 def _added_ratio(rows: Rows, cell: Cell) -> float | None:
-    """What we add to the median latency, by what LiteLLM adds."""
+    """Median latency that our gateway adds, divided by LiteLLM's."""
     measured = [rows.get((name, cell)) for name in (DIRECT, "etude", "litellm")]
     if not all(row and row.rounds for row in measured):
         return None

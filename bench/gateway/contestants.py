@@ -38,7 +38,7 @@ NO_KEY = "sk-anything"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What every contestant is given."""
+    """Settings that every contestant receives."""
 
     upstream: str
     """URL without a path."""
@@ -52,7 +52,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a contestant is started and asked."""
+    """Start command and address of a contestant."""
 
     command: tuple[str, ...]
     endpoint: Endpoint
@@ -173,7 +173,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started."""
+        """Id of the started process."""
         return self._process.pid
 
     @property
@@ -200,6 +200,4 @@ class Server:
                 time.sleep(POLL_S)
         tail = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
         sys.stderr.write(f"{tail}\n")
-        raise InfrastructureError(
-            f"{self._name} does not serve: {tail.splitlines()[-1] if tail else 'it said nothing'}"
-        )
+        raise InfrastructureError(f"{self._name} does not serve: {tail.splitlines()[-1] if tail else 'no output'}")

@@ -33,7 +33,7 @@ SLACK_S = 60.0
 MOST_S = 40.0
 """When calls are not counted any more, however few were answered."""
 QUOTED_BYTES = 300
-"""Of a wrong answer, in the error: its end says most."""
+"""Quoted length of a wrong answer in an error: its end is the most useful part."""
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _CONTENT = re.compile(rb'"content": ?"[^"]')
@@ -41,19 +41,19 @@ _CONTENT = re.compile(rb'"content": ?"[^"]')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """How a gateway is asked."""
+    """The API through which a gateway is called."""
 
     port: int
     """On the loopback."""
     key: str
     """Sent as the bearer's; ``sessions`` are opened with it."""
     sessions: bool = False
-    """Whether each conversation has a session and a key of its own."""
+    """True if each conversation has its own session and key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What to load a gateway with."""
+    """Parameters of the load on a gateway."""
 
     endpoint: Endpoint
     bodies: tuple[str, ...]
@@ -63,7 +63,7 @@ class Order:
     concurrency: int
     """Callers."""
     seconds: float
-    """How long they call; longer until each of them had an answer on average."""
+    """Duration of the calls; longer until there is one answer per caller on average."""
     stream: bool = False
 
     @classmethod
@@ -75,10 +75,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the callers saw."""
+    """Measurements by the callers."""
 
     calls: int
-    """Answered, those after time was up too: what the gateway's CPU seconds have to be divided by."""
+    """Answered calls, including those after the end of the time: the divisor of the gateway's CPU seconds."""
     per_s: float
     """Calls answered per second."""
     p50_s: float
@@ -142,7 +142,7 @@ class Answer:
 
 @final
 class Connection(asyncio.Protocol):
-    """A kept-alive connection with one request at a time under way."""
+    """A kept-alive connection with one request in progress at a time."""
 
     def __init__(self) -> None:
         self._head = b""
@@ -292,7 +292,7 @@ def _check(answer: Answer, expected: bytes) -> None:
 
 
 def _filled(line: str) -> Mapping[str, object]:
-    """What was measured, or the first thing that went wrong."""
+    """Execute an order; returns the measurements, or the first error."""
     try:
         return asdict(uvloop.run(Crowd(Order.parse(line)).run()))
     except TimeoutError as error:

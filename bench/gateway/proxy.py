@@ -21,7 +21,7 @@ PASSED_ON = (b"content-type", b"content-length")
 
 @final
 class Proxy:
-    """An ASGI application that asks ``upstream`` whatever it is asked."""
+    """An ASGI application that forwards every request to ``upstream``."""
 
     def __init__(self, upstream: str) -> None:
         self._upstream = upstream

@@ -37,14 +37,14 @@ _HEALTH = orjson.dumps({"version": VERSION, "digest": "0" * 64, "running": 0, "w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What is sampled, whatever the prompt."""
+    """The completion, whatever the prompt."""
 
     token_ids: tuple[int, ...]
     words: tuple[str, ...]
     """The text of each token."""
 
     def text(self, tokens: int) -> str:
-        """What the first ``tokens`` tokens say."""
+        """Text of the first ``tokens`` tokens."""
         return "".join(self.words[:tokens])
 
 
@@ -186,7 +186,7 @@ async def serve(script: Script, lengths: Sequence[int], port: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve what one JSON argument says."""
+    """Serve as one JSON argument specifies."""
     plan = json.loads(arguments[0])
     script = Script(token_ids=tuple(plan["token_ids"]), words=tuple(plan["words"]))
     uvloop.run(serve(script, plan["lengths"], plan["port"]))

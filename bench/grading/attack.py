@@ -38,11 +38,11 @@ class Attack:
 
     name: str
     what: str
-    """What it does, in a sentence."""
+    """A sentence about its effect."""
     subject: str = "slugs"
     """The task that is attacked."""
     source: str = ""
-    """Where it is known from; empty for one of our own."""
+    """Its source; empty for our own attacks."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Left by the agent: path → text."""
     commands: tuple[str, ...] = ()

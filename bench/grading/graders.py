@@ -24,13 +24,13 @@ from etude.sandbox_spec import SandboxSpec
 from etude.types import ScriptChecks, Task, TestChecks
 
 GradeFunction: TypeAlias = Callable[["Examiner", Task, Sandbox], Awaitable[bool]]
-"""Whether a grader takes what is in a sandbox for a solution."""
+"""Protocol of a grader: accepts or refuses the contents of a sandbox as a solution."""
 
 OURS = ("étude (no probes)", "étude")
 
 
 class Examiner:
-    """What all graders need."""
+    """Dependencies of all graders."""
 
     def __init__(self, sandboxes: SandboxProvider, images: Images, spec: SandboxSpec) -> None:
         """``spec`` is that of the tasks' sandboxes."""
@@ -41,7 +41,7 @@ class Examiner:
         )
 
     async def grade(self, grader: str, task: Task, sandbox: Sandbox) -> bool:
-        """Whether a grader accepts. Raises :class:`~etude.errors.SandboxError`."""
+        """True if a grader accepts. Raises :class:`~etude.errors.SandboxError`."""
         return await GRADERS[grader](self, task, sandbox)
 
     async def fresh(self, task: Task, sandbox: Sandbox) -> Sandbox:

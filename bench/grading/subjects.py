@@ -27,7 +27,7 @@ class Subject:
     module: str
     """Path of the file that has to be written."""
     stub: str
-    """What the agent finds there."""
+    """Files that the agent finds there."""
     tests: Mapping[str, str]
     """Hidden test files."""
     must_pass: tuple[str, ...]
@@ -36,7 +36,7 @@ class Subject:
     honest: Mapping[str, Mapping[str, str]]
     """Style → files of a right solution."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """What else the agent finds."""
+    """Further files that the agent finds."""
     canary: tuple[str, ...] = ()
     """Names of tests that fail with the stub, of a task with a verifier, whose files ``tests`` are then."""
 

@@ -30,7 +30,7 @@ _COLUMNS = ("seed", "calls", "p50_s", "p95_s", "p99_s", "worst_p95_s", "waited",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendingOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     seeds: int = 3
     learnt: int = 2
@@ -39,7 +39,7 @@ class LendingOptions:
     lead_s: float = 120.0
     """Time until a machine that was given back serves users."""
     recalls: int = 5
-    """Of a real engine; 0 for none."""
+    """Number of recalls of a real engine; 0 for none."""
 
 
 QUICK = LendingOptions(seeds=1, learnt=1, machines=4, recalls=1)

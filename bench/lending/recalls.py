@@ -51,7 +51,7 @@ RECIPE = tiny_recipe(
 
 @dataclass(slots=True)
 class RecallResult:
-    """What a run with a lent engine came to."""
+    """Results of a run with a lent engine."""
 
     recall_s: list[float] = field(default_factory=list)
     lost: int = 0
@@ -74,7 +74,7 @@ class IdleProduction:
             pass
 
     def wait(self, calls: int) -> None:
-        """Let so many calls wait."""
+        """Set the number of waiting calls."""
         self._waiting.set(calls)
 
     def close(self) -> None:

@@ -37,7 +37,9 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """A product's week, and what a call takes on its machines. The defaults are an 8 B model's on an H100, roughly."""
+    """A product's week, and the times of a call on its machines. The defaults are roughly those of an 8 B model on an
+    H100.
+    """
 
     machines: int = 16
     places: int = 16
@@ -51,7 +53,7 @@ class Traffic:
     weekend: float = 0.45
     """Calls of a Saturday or Sunday, as a share of a weekday's."""
     bursts: int = 4
-    """In a week, at times that nobody knows."""
+    """Bursts per week, at unpredictable times."""
     burst_factor: float = 1.5
     burst_s: float = 600.0
     call_s: float = 30.0
@@ -63,7 +65,7 @@ class Traffic:
     step_s: float = 0.008
     """A decode step of one call, which the first token waits for."""
     step_call_s: float = 0.0002
-    """What each further call adds to it."""
+    """Additional time per further call."""
 
     def rate(self, at_s: float) -> float:
         """Calls a second at a time of the week, bursts aside."""
@@ -105,7 +107,7 @@ def calls_of(traffic: Traffic, week: int, seed: int) -> Iterator[Call]:
 
 
 class Policy(Protocol):
-    """Whoever decides how many machines production has."""
+    """A policy that decides how many machines production has."""
 
     def look(self, load: ProductionLoad, now_s: float) -> int:
         """Machines that are lent from now on, given the load."""
@@ -123,7 +125,7 @@ class Nothing:
 
 @final
 class AtNight:
-    """What people do by hand: from 22 to 8 o'clock half of the machines that may be lent, whatever happens."""
+    """A typical manual policy: from 22 to 8 o'clock half of the lendable machines, regardless of load."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._lent = (traffic.machines - traffic.own) // 2
@@ -155,11 +157,11 @@ class ByTable:
 
 @dataclass(slots=True)
 class WeekResult:
-    """What became of one week."""
+    """Results of one week."""
 
     started_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
-    """Of each call, in the order in which they started."""
+    """Time to first token of each call, in the order of their starts."""
     calls: int = 0
     waited: int = 0
     """Calls that waited for a place."""
@@ -171,7 +173,7 @@ class WeekResult:
     """Machines that were given back."""
 
     def percentile(self, share: float) -> float:
-        """Of the times to a first token."""
+        """Percentile of the times to first token."""
         return float(np.quantile(self.first_token_s, share))
 
     @property
@@ -206,7 +208,7 @@ class ProductionModel:
         self._result = WeekResult()
 
     def play(self, week: int, seed: int) -> WeekResult:
-        """Play one week; the next one goes on where it ends."""
+        """Simulate one week; the next one continues from its end."""
         self._result = result = WeekResult()
         for call in calls_of(self._traffic, week, seed):
             while self._next_look_s <= call.at_s:

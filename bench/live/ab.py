@@ -129,7 +129,7 @@ def _simulated(seed: int, index: int, *, margin: float, effect: float) -> Ending
 
 
 class _Population:
-    """Users who differ in what they think, how long they wait and how often they come."""
+    """Users who differ in their ratings, their waiting times and their number of sessions."""
 
     def __init__(self, rng: Rng, shape: str) -> None:
         self._rng, self._shape = rng, shape
@@ -141,7 +141,7 @@ class _Population:
         self.spread = {"normal": 1.0, "rate": 0.2, "heavy tail": 2.0}[shape]
 
     def sessions(self, effect: float) -> tuple[npt.NDArray[np.intp], dict[str, tuple[Floats, float]]]:
-        """A batch: the user of each, and metric → values in the control, and what the candidate adds to them."""
+        """A batch: the user of each, and metric → values in the control, and the candidate's differences."""
         users = self._rng.choice(USERS, BATCH, p=self._often)
         noise, mean = self._rng.normal(0.0, 1.0, BATCH), self._mean[users]
         follow_up = (self._rng.random(BATCH) < 0.3).astype(np.float64)
@@ -173,7 +173,7 @@ class _Arms:
             self._totals_U[name] += np.bincount(users, weights=weights, minlength=USERS)
 
     def facts(self) -> CanaryFacts:
-        """The stage as the controller is told of it."""
+        """The stage as the controller receives it."""
         there_U = self._sessions_U > 0
         arms = [there_U & ~self._treated_U, there_U & self._treated_U]
         counts = [ArmCounts(users=int(arm.sum()), sessions=int(self._sessions_U[arm].sum())) for arm in arms]

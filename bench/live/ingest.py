@@ -279,8 +279,9 @@ def _drained(
     commands: dict[str, list[str]],
     kills: Counter[str],
 ) -> None:
-    """Wait until every session was handed on: they end now, and their windows with them. What hands them on is killed
-    meanwhile, also between what the sink took and noting it.
+    """Wait until every session was delivered: they end now, and their windows with them.
+
+    The feedback process is killed meanwhile, also between the sink's commit and its record of it.
     """
     dice = random.Random(2)
     with FeedbackStore.open(feedback_place(RunFolder(path)), window_s=WINDOW_S) as store:

@@ -45,7 +45,7 @@ from etude.weights.tensors import to_stored
 SESSIONS = 64
 """Sessions in flight."""
 TOKENS = 48
-"""Tokens of each answer: long enough that many are under way when the table changes."""
+"""Tokens of each answer: enough that many answers are in progress when the table changes."""
 BEFORE_S, AFTER_S = 6.0, 8.0
 """Load before the rollback and after it."""
 READY_S = 300.0
@@ -53,12 +53,12 @@ READY_S = 300.0
 SHAPE = ("hidden_size=32", "layers=1", "heads=2", "kv_heads=2", "head_dim=16", "experts=4", "expert_size=32")
 RELEASED = ReleaseState.RELEASED
 CHANGED = 1e-3
-"""Standard deviation of what the second version adds to the first."""
+"""Standard deviation of the second version's differences from the first."""
 
 
 @dataclass(slots=True)
 class _Calls:
-    """Answers to users: when each call began, and the newest version that answered; and what was no answer."""
+    """Answers to users: start of each call and newest version that answered; and failed calls."""
 
     answers: list[tuple[float, int]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)

@@ -24,7 +24,7 @@ from etude.telemetry.log import EventReader
 from etude.types import Json
 
 STAGES = ("joined", "claimed", "trained", "candidate", "gated", "canary", "released")
-"""What comes after a signal was received, in order; the first release of a run has no canary."""
+"""Stages after the receipt of a signal, in order; the first release of a run has no canary."""
 
 
 LOADS = "SELECT step FROM steps WHERE step NOT IN (SELECT step FROM groups WHERE step IS NOT NULL)"

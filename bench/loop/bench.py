@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 
 
 def bench_loop(options: LoopOptions | None = None) -> dict[str, Json]:
-    """Run all contestants, measure what they learnt, and return the bench object."""
+    """Run all contestants, evaluate their versions, and return the bench object."""
     chosen = options or LoopOptions()
     started_s = time.monotonic()
     outcomes: list[ContestantRun] = []
@@ -85,7 +85,7 @@ def bench_loop(options: LoopOptions | None = None) -> dict[str, Json]:
 
 
 def figures(outcomes: Sequence[ContestantRun], curves: Mapping[str, Sequence[Point]]) -> dict[str, Json]:
-    """Rows and goals of runs and of what was measured of their versions, by contestant."""
+    """Rows and goals from the runs and the evaluations of their versions, by contestant."""
     leader = curves.get(ASYNCHRONOUS)
     rate = None if leader is None else target_rate(leader)
     times = {} if rate is None else {name: time_to(rate, points) for name, points in curves.items()}
@@ -113,9 +113,9 @@ def figures(outcomes: Sequence[ContestantRun], curves: Mapping[str, Sequence[Poi
 def judge_ratio(
     goal: Goal, outcomes: Mapping[str, ContestantRun], times: Mapping[str, float | None], others: Sequence[str]
 ) -> dict[str, Json]:
-    """How many times as fast the asynchronous run was as the fastest of ``others``: in time to the rate, in rollouts.
+    """Speed of the asynchronous run relative to the fastest of ``others``: by time to the rate, and by rollouts.
 
-    A contestant that never reached the rate is beaten in time by more than can be said: rollouts are judged then.
+    For a contestant that never reached the rate, the ratio of times is unknown: rollouts are compared instead.
     """
     ours = outcomes.get(ASYNCHRONOUS)
     if ours is None or not others:

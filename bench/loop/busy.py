@@ -51,9 +51,8 @@ RECIPE: Mapping[str, Json] = {
     "engine": {"max_running": 8},
     "trainer": {"learning_rate": 4e-4},
 }
-"""What differs from the loop's recipe. The engine decodes so few sequences at a time that a step's sampling takes about
-as long as its training; more of them, and it waits for the trainer half of the time.
-"""
+"""Changes from the loop's recipe. The engine decodes so few sequences at a time that a step's sampling takes about as
+long as its training; with more of them it waits for the trainer half of the time."""
 PINS: Pins = {"train": 0, "serve": 1}
 """Process → its core; all others take what these leave."""
 SKIPPED = STALENESS + 1
@@ -67,7 +66,7 @@ _COLUMNS = ("contestant", *SIDES, "waits_trainer", "step_s", "time_to_rate_s")
 
 
 def bench_busy(*, steps: int | None = None, marks: int | None = None, quick: bool = False) -> dict[str, Json]:
-    """Run both ways, and return the bench object; what is quick says that it runs."""
+    """Run both modes, and return the bench object; a quick call only checks that they run."""
     began_s = time.monotonic()
     options = busy_options(steps=steps, marks=marks, quick=quick)
     rows: list[ContestantRun] = []
@@ -106,9 +105,9 @@ def _begin(options: LoopOptions, path: Path) -> tuple[LoopOptions, RunFolder]:
 
 
 def busy_shares(events: Iterable[Logged]) -> dict[str, Json]:
-    """How busy both sides were in the steps that count, how long the trainer waited, and how long a step took.
+    """Busy shares of both sides in the counted steps, waiting time of the trainer, and seconds of a step.
 
-    Empty where there are too few steps.
+    Empty if there are too few steps.
     """
     logged = list(events)
     steps = {each.event.step: each for each in logged if isinstance(each.event, StepDone)}

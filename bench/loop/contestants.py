@@ -1,4 +1,4 @@
-"""Who runs the loop in `bench loop`, on what, and how a run went; nothing here runs anything."""
+"""The contestants of `bench loop`, their recipes, and the results of a run; nothing here runs anything."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -35,12 +35,12 @@ QUICK: Mapping[str, Json] = {
     "midtrain": {"tokens": 40_000},
     "rollouts": {"groups_per_step": 4, "group_size": 4, "concurrency": 16},
 }
-"""What of a recipe is changed to see that everything runs."""
+"""Recipe changes for a quick run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     contestants: tuple[str, ...] = tuple(contestant.name for contestant in CONTESTANTS)
     steps: int = 60
@@ -50,7 +50,7 @@ class LoopOptions:
     tasks: int = 256
     """Held-out tasks."""
     recipe: Mapping[str, Json] = field(default_factory=dict)
-    """What differs from the default recipe, for everybody."""
+    """Changes from the default recipe, for all contestants."""
 
     def __post_init__(self) -> None:
         names = tuple(contestant.name for contestant in CONTESTANTS)
@@ -61,7 +61,7 @@ class LoopOptions:
 
     @property
     def chosen(self) -> tuple[Contestant, ...]:
-        """Those that take part."""
+        """Contestants that take part."""
         return tuple(contestant for contestant in CONTESTANTS if contestant.name in self.contestants)
 
     @property
@@ -77,9 +77,9 @@ def loop_options(
     marks: int | None = None,
     quick: bool = False,
 ) -> LoopOptions:
-    """The options of a call; ``None`` stands for the default. Raises :class:`~etude.errors.UserError` as they do.
+    """Options of a call; ``None`` stands for the default. Raises :class:`~etude.errors.UserError` for invalid options.
 
-    What is quick says that everything runs, not how fast.
+    A quick call checks that everything runs, not its speed.
     """
     usual = LoopOptions(steps=2, marks=1, tasks=8, recipe=QUICK) if quick else LoopOptions()
     steps = usual.steps if steps is None else steps
@@ -119,7 +119,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContestantRun:
-    """How a contestant's run went."""
+    """Results of a contestant's run."""
 
     contestant: Contestant
     folder: RunFolder | None = None
@@ -127,7 +127,7 @@ class ContestantRun:
     steps: int = 0
     rollouts: int = 0
     seconds: float = 0.0
-    """Of all steps; mid-training, start and measuring do not count."""
+    """Seconds of all steps; mid-training, start and evaluation are excluded."""
     signal_tokens: int = 0
     """Tokens that were trained on and belong to groups whose rewards differ: others have no gradient."""
     busy_trainer: float | None = None
@@ -145,11 +145,11 @@ class ContestantRun:
 
     @property
     def rollouts_per_s(self) -> float | None:
-        """Of those that were trained on."""
+        """Trained rollouts per second."""
         return self.rollouts / self.seconds if self.seconds else None
 
     def to_json(self) -> dict[str, Json]:
-        """As printed."""
+        """The printed row."""
         row: dict[str, Json] = {
             "contestant": self.contestant.name,
             "threads": self.contestant.threads,

@@ -18,7 +18,7 @@ from etude.run.folder import RunFolder
 from etude.types import Json
 
 GAIN_SHARE = 0.8
-"""The pass rate that times are compared at: the start plus this share of what the asynchronous run gained."""
+"""The pass rate at which times are compared: the start plus this share of the asynchronous run's gain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +27,15 @@ class Point:
 
     step: int
     seconds: float
-    """Of training before it was there."""
+    """Seconds of training until it was available."""
     passed: float
-    """Share of held-out tasks, sampled at temperature 1: what is optimised."""
+    """Share of held-out tasks passed, sampled at temperature 1: the optimised quantity."""
     stderr: float
     """Over templates."""
     greedy: float
 
     def to_json(self) -> dict[str, Json]:
-        """As printed."""
+        """The printed row."""
         return {
             "step": self.step,
             "seconds": round(self.seconds, 1),

@@ -30,17 +30,17 @@ from etude.run.stores import open_ledger
 from etude.types import Json
 
 QUALITY = "loop-quality"
-"""Of the bench object."""
+"""Name in the bench object."""
 FRESH, STALE = 0, 4
 """Weight versions that a trained token may be old."""
 SHORTFALL = Goal("staleness_shortfall", "at most", 0.02)
-"""What staleness may cost of the sampled pass rate, as a share of the tasks: two points."""
+"""Maximum loss of sampled pass rate from staleness, as a share of the tasks: two points."""
 _COLUMNS = ("seed", "max_staleness", "staleness_mean", "sampled", "greedy", "sampled_minus_fresh", "rl_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run: a seed, a bound, and what came of it."""
+    """One run: a seed, a staleness bound, and the results."""
 
     seed: int
     max_staleness: int
@@ -49,11 +49,11 @@ class Trial:
     staleness_mean: float
     rl_s: float
     seconds: float
-    """Of RL and both measurements."""
+    """Seconds of RL and both evaluations."""
 
 
 def bench_quality(recipe: Path, out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = ()) -> dict[str, Json]:
-    """Run what is left of all trials in ``out``, and return the bench object."""
+    """Run the remaining trials in ``out``, and return the bench object."""
     trials: list[Trial] = []
     with so_far() as measured:
         for seed, bound in product(seeds, (FRESH, STALE)):
@@ -81,7 +81,7 @@ def table(result: dict[str, Json]) -> str:
 
 
 def _trial(recipe: Path, out: Path, seed: int, bound: int, overrides: Sequence[str]) -> Trial:
-    """Run, or go on, or read what is there."""
+    """Run, continue, or read the stored result."""
     config = load_recipe(recipe, [*overrides, f"seed={seed}", f"rollouts.max_staleness={bound}"])
     path = out / f"s{seed}-staleness{bound}"
     start = out / f"s{seed}-start"

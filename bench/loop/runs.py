@@ -34,7 +34,7 @@ Taken: TypeAlias = list[tuple[float, dict[str, float]]]
 Pins: TypeAlias = Mapping[str, int]
 """``etude`` command → the only core that its process may use."""
 POLL_S = 0.5
-"""How often the processes' CPU seconds are read."""
+"""Interval at which the processes' CPU seconds are read."""
 
 
 def run_midtraining(folder: RunFolder) -> RunFolder:
@@ -72,7 +72,7 @@ def run_etude(
 
 
 def outcome(contestant: Contestant, options: LoopOptions, folder: RunFolder, taken: Taken) -> ContestantRun:
-    """How a run went, by its events and by the CPU seconds that were read now and then."""
+    """Results of a run, from its events and the sampled CPU seconds."""
     metrics, config = RunMetrics(), recipe(contestant, options)
     for logged in EventReader(folder.events).new():
         metrics.add(logged)

@@ -109,7 +109,7 @@ class Environments:
 def run_trl(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> ContestantRun:
     """Train ``start``'s version 0 with TRL; the marked versions are in the run folder of the result.
 
-    If TRL is missing or fails, the result says why.
+    If TRL is missing or fails, the result has the reason.
     """
     out.mkdir()
     try:

@@ -37,15 +37,15 @@ class Link:
     def __init__(self, answers: IO[str]) -> None:
         self._answers = answers
         self.seconds = 0.0
-        """How long questions took since the step began."""
+        """Seconds of requests since the step began."""
 
     def tell(self, **message: Any) -> None:
-        """Say something that needs no answer."""
+        """Send a message without an answer."""
         self._answers.write(json.dumps(message) + "\n")
         self._answers.flush()
 
     def ask(self, **message: Any) -> dict[str, Any]:
-        """Say something and wait for the answer."""
+        """Send a message and wait for the answer."""
         started_s = time.perf_counter()
         self.tell(**message)
         answer: dict[str, Any] = json.loads(sys.stdin.readline())
@@ -150,7 +150,7 @@ def measured_trainer(link: Link) -> type:
 
 
 def stopwatch(link: Link, setup: dict[str, Any]) -> Any:
-    """The callback that tells of steps and saves checkpoints, for which the clock stands still."""
+    """The callback that reports steps and saves checkpoints; the clock is stopped meanwhile."""
     transformers: Any = import_module("transformers")
 
     class Stopwatch(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types here

@@ -17,7 +17,7 @@ class Case:
     loss: Mapping[str, Any]
     """``[loss]``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """By the other system's names, and ``old``, ``weights`` for what it is handed."""
+    """Settings by the other system's names, and ``old``, ``weights`` for its inputs."""
     has_value: bool = True
     """True if the losses are the same numbers, too."""
 

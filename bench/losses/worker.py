@@ -32,7 +32,7 @@ STOOD_IN = (
 
 
 class Settings(types.SimpleNamespace):
-    """Attributes that may also be asked for by name."""
+    """Attributes that can also be accessed as items."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """The attribute, or ``default``."""
@@ -152,7 +152,7 @@ def result(system: Any, loss_of: Any, rows: dict[str, Any], case: dict[str, Any]
 
 
 def main() -> None:
-    """Say which version this is, and answer with results; libraries print to standard error."""
+    """Report the version, and answer with results; libraries print to standard error."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         setup = json.loads(sys.argv[1])

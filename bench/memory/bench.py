@@ -23,7 +23,7 @@ from bench.trainer.contestants import Setup
 from etude.types import Json
 
 FORMULA_ERROR = Goal("formula_error", "at most", 0.05)
-"""Farthest that the formula is from the counter, as a share of what was counted."""
+"""Maximum error of the formula, as a share of the counted bytes."""
 PEAK_VS_TRL = Goal("peak_vs_trl", "at most", 0.5)
 """Our peak over the lowest of the others'."""
 CONTESTANTS = ("etude-fast", "transformers-padded", "trl-padded")

@@ -53,7 +53,7 @@ FORMATS: Final = MappingProxyType(
         "nvfp4": {"dtype": "bfloat16", "experts": "nvfp4"},
     }
 )
-"""Names of rows → what ``[numerics]`` says there."""
+"""Names of rows → their ``[numerics]``."""
 REPLAYS: Final = MappingProxyType({"none": None, "replay": 0.0, "filter": 0.5})
 """Names of rows → the plausibility floor; ``None`` replays nothing."""
 JUDGED_FORMAT = "bfloat16"
@@ -65,7 +65,7 @@ REPLAY = Goal("replay_p99_removed", "at least", 0.6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     engines: tuple[str, ...] = ENGINES
     formats: tuple[str, ...] = tuple(FORMATS)
@@ -105,22 +105,22 @@ def numerics_options(engines: tuple[str, ...] | None = None, *, quick: bool = Fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """How one engine's numbers compare with the trainer's in one format and mode."""
+    """Comparison of one engine's numbers with the trainer's in one format and mode."""
 
     engine: str
     format: str
     mode: str
     """``invariant`` or one of ``REPLAYS``."""
     mean: float = 0.0
-    """Of |d|."""
+    """Mean of |d|."""
     mismatch: Mismatch | None = None
     flipped: Mismatch | None = None
-    """Of the tokens alone that the trainer's plain forward pass sends to other experts than the engine did."""
+    """Mismatch over those tokens that the trainer's plain forward pass sends to other experts than the engine did."""
     missing: str | None = None
     """Why there is no figure."""
 
     def to_json(self) -> dict[str, Json]:
-        """As printed."""
+        """The printed row."""
         row: dict[str, Json] = {
             "contestant": self.engine,
             "case": f"{self.format}, {self.mode}",
@@ -145,14 +145,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """What an engine sampled, as the trainer reads it."""
+    """The engine's samples, as the trainer reads them."""
 
     ids_BT: Tensor
     """int64."""
     prompt_tokens: int
     logprobs_N: Floats
     routes_MSk: Tensor | None
-    """int64, ``NO_ROUTE`` for the last token of each session, which nobody read."""
+    """int64, ``NO_ROUTE`` for the last token of each session, which was never read."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

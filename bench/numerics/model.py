@@ -29,7 +29,7 @@ _TEXT_BYTES = 2_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schooling:
-    """How the model is trained; equal ones share a cache."""
+    """Training of the model; equal recipes share a cache."""
 
     model: BenchModel = MOE_64E8
     steps: int = 160

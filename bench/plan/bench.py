@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def step_time_error(self) -> float:
-        """As a share of the measured time."""
+        """Error as a share of the measured time."""
         return abs(self.predicted.step_s / self.measured.step_s - 1)
 
     def row(self) -> dict[str, Json]:

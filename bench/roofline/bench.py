@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 
 
 def decode_counts() -> dict[str, float]:
-    """What a decode step costs beside its arithmetic, by name."""
+    """Costs of a decode step in addition to its arithmetic, by name."""
     counted = subprocess.run([sys.executable, COUNTS], check=True, capture_output=True)
     counts: dict[str, float] = orjson.loads(counted.stdout)
     return counts

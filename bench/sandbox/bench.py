@@ -63,11 +63,11 @@ from etude.types import Json
 MEMORY = Path("/dev/shm")
 BWRAP, BWRAP_AT_BEST, CRUN, PODMAN = "bwrap+overlay", "bwrap+syscalls", "crun+exec", "podman"
 LIVE, POOL, CROWD, CYCLES, MACHINES = "live", "pool", "crowd", "cycles", "machines"
-"""What only ours do."""
+"""Cases that only our providers support."""
 JUDGED = "true"
 """The command whose start is judged."""
 FORK_GOAL_MS = 300.0
-"""What a fork to the first command should take at most; printed beside the ratio."""
+"""Maximum time from a fork to the first command; printed beside the ratio."""
 
 Case = TypeVar("Case")
 Figure = TypeVar("Figure")
@@ -84,13 +84,13 @@ _COLUMNS = ("contestant", "ran_ms", "ran_p90_ms", "ran_min_ms", "whole_ms", "cle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     contestants: tuple[str, ...] = CONTESTANTS
     rounds: int = 20
-    """Of starts; rates have a quarter."""
+    """Rounds of starts; rates have a quarter of them."""
     seconds: float = 3.0
-    """Of a rate."""
+    """Duration of a rate measurement."""
     alive: int = 1000
     """Sandboxes of ``ns`` at once."""
     cycles: int = 10_000
@@ -109,9 +109,10 @@ class SandboxOptions:
 def sandbox_options(
     contestants: tuple[str, ...] | None = None, *, quick: bool = False, cycles: int | None = None
 ) -> SandboxOptions:
-    """The options of a call; ``None`` stands for all contestants, or all but machines where it shall be ``quick``.
+    """Options of a call; ``None`` stands for all contestants, or all except virtual machines if ``quick``.
 
-    What is quick says that everything runs, not how fast. Raises :class:`~etude.errors.UserError` as the options do.
+    A quick call checks that everything runs, not its speed. Raises :class:`~etude.errors.UserError` for invalid
+    options.
     """
     chosen = SandboxOptions(contestants=contestants or CONTESTANTS)
     if quick:
@@ -151,7 +152,7 @@ def bench_sandbox(options: SandboxOptions | None = None) -> dict[str, Json]:
 
 
 def table(result: dict[str, Json]) -> str:
-    """Starts, rates and the rest, then what was left behind, the goals and who is missing."""
+    """Tables of starts, rates and the rest, then leaks, goals and missing contestants."""
     rows = results_of(result)
     measured = [row for row in rows if not row.get("missing")]
     notes = [f"{row['case']}: {name} {row[name]}" for row in measured for name in ("grown", "left") if name in row]
@@ -232,7 +233,7 @@ async def _try(figures: Figures, name: str, what: str, measurement: Awaitable[No
 
 
 def rows_of(figures: Figures, options: SandboxOptions) -> Iterator[Json]:
-    """What everybody did, then what only some do, then who is missing."""
+    """Rows that all contestants have, then those that only some have, then missing contestants."""
     for (name, case), launches in figures.starts.items():
         clean_s = [launch.whole_s - launch.ran_s for launch in launches]
         yield {

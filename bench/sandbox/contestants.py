@@ -23,7 +23,7 @@ from etude.sandboxes.qemu.provider import QemuSandboxes
 
 NS, GVISOR, QEMU = "ns", "gvisor", "qemu"
 SPEC = SandboxSpec()
-"""What is asked of ours: the usual limits, no network."""
+"""Sandbox spec of our providers: the usual limits, no network."""
 COMMAND_TIMEOUT_S = 60.0
 
 
@@ -32,7 +32,7 @@ class Contestant(Protocol):
 
     @property
     def name(self) -> str:
-        """As rows and goals spell it."""
+        """Name in rows and goals."""
         ...
 
     async def launch(self, argv: Sequence[str], *, seconds: float = 0.0, at_once: int = 1) -> Sequence[Launch]:
@@ -106,10 +106,7 @@ def qemu_provider(folder: Path) -> SandboxProvider:
 
 
 def unbooted_provider(folder: Path) -> SandboxProvider:
-    """Virtual machines none of which was ever booted: of what is stored, they have the base systems alone.
-
-    Raises like :func:`qemu_provider`.
-    """
+    """Virtual machines without any earlier boot: only base systems are stored. Raises like :func:`qemu_provider`."""
     store = folder / "store"
     store.mkdir()
     (store / "bases").symlink_to(ImageStore().folder / "bases")

@@ -17,12 +17,12 @@ from bench import usage
 
 CGROUPS = Path("/sys/fs/cgroup")
 SET_CHILD_SUBREAPER = 36
-"""Of ``prctl``: orphans below become children of this process, not of the machine's first one."""
+"""Option of ``prctl``: orphans below become children of this process instead of the machine's first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remains:
-    """What is there."""
+    """Resources that exist."""
 
     processes: int
     mounts: int
@@ -35,7 +35,7 @@ class Remains:
         return self.processes + self.mounts + self.cgroups + self.files
 
     def beyond(self, before: "Remains") -> "Remains":
-        """What came on top of ``before``; what went does not make up for it."""
+        """Resources added since ``before``; removed ones do not offset them."""
         return Remains(
             processes=max(0, self.processes - before.processes),
             mounts=max(0, self.mounts - before.mounts),
@@ -45,7 +45,7 @@ class Remains:
 
 
 class Remainder:
-    """Counts what the sandboxes of one folder left; entered, for orphans are adopted meanwhile."""
+    """Counts what the sandboxes of one folder left; a context, because orphans are adopted while it is open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -59,7 +59,7 @@ class Remainder:
         _adopt_orphans(0)  # without a parent that waits: a process namespace would wait for them for ever
 
     def count(self) -> Remains:
-        """What is there now."""
+        """Resources that exist now."""
         alive = [pid for pid in usage.descendants(os.getpid()) if _is_alive(pid)]
         self._pids.update(alive)
         return Remains(
@@ -84,7 +84,7 @@ def _adopt_orphans(adopt: int) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether it is more than an entry that waits for its parent to look."""
+    """True unless the process is a zombie that waits for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

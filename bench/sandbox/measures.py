@@ -29,9 +29,9 @@ TRUE = ("/usr/bin/true",)
 COMMANDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"true": TRUE, "python3 -c 1": ("/usr/bin/python3", "-c", "1")}
 )
-"""What is started, by case; all are the machine's own."""
+"""Commands that are started, by case; all are programs of the machine itself."""
 DAEMONS = ("/bin/sh", "-c", "trap '' TERM; sleep 600 & setsid sleep 600 > /dev/null 2>&1 & echo x > left")
-"""What each cycle leaves for its removal."""
+"""Command of each cycle: leaves two daemons and a file, which the removal has to end and delete."""
 AT_ONCE = (1, 2)
 """Launchers of the rates; crowds and cycles have the most."""
 WARM_UP = 3
@@ -41,20 +41,20 @@ SETTLE_S = 5.0
 SIZE_STEP_BYTES = 64 << 20
 """Machines whose memory differs by so much are booted apart."""
 FORKS = 5
-"""Of each booted machine."""
+"""Forks of each booted machine."""
 
 
 class Rate(NamedTuple):
-    """What one contestant did for a while."""
+    """Results of one contestant over some time."""
 
     per_s: float
     cpu_s: float
-    """Of a start: of all processes below the bench, and of the bench itself."""
+    """Processor seconds of a start: of all processes below the bench, and of the bench itself."""
 
 
 @dataclass(slots=True)
 class Figures:
-    """What was measured, in the order of the rounds."""
+    """Measurements, in the order of the rounds."""
 
     starts: dict[tuple[str, str], list[Launch]] = field(default_factory=dict)
     """Contestant and case → a start a round."""
@@ -109,7 +109,7 @@ async def race_rates(figures: Figures, contestants: Mapping[str, Contestant], ro
 
 
 async def measure_live(figures: Figures, name: str, provider: SandboxProvider, rounds: int) -> None:
-    """How long another command takes in a sandbox that runs already."""
+    """Time of a further command in a running sandbox."""
     sandbox = await provider.create({}, SPEC)
     try:
         times_s = [await _time(sandbox) for _ in range(rounds + 1)][1:]
@@ -121,7 +121,7 @@ async def measure_live(figures: Figures, name: str, provider: SandboxProvider, r
 async def measure_pool(
     figures: Figures, name: str, make: Callable[[Path], SandboxProvider], folder: Path, rounds: int
 ) -> None:
-    """How long the first command takes, counted from the asking, where a pool has a sandbox ready."""
+    """Time from the request to the end of the first command, if a pool has a sandbox ready."""
     pool = SandboxPool(make(folder), WarmPoolLimits(warm=1))
     times_s: list[float] = []
     try:
@@ -136,7 +136,7 @@ async def measure_pool(
 
 
 async def measure_crowd(figures: Figures, name: str, provider: SandboxProvider, count: int) -> None:
-    """So many at once. Those count that answer while all of them are there."""
+    """Start many sandboxes at once. Counts those that answer while all of them exist."""
     gauge = MemoryGauge()
     before = gauge.read().available_bytes
     began_s = time.perf_counter()
@@ -174,7 +174,7 @@ async def measure_cycles(
     cycles: int,
     settle_s: float = SETTLE_S,
 ) -> None:
-    """What is there after so many sandboxes that was not after a few, and what the closed provider leaves."""
+    """Resources that exist after many sandboxes but not after a few, and those left by the closed provider."""
     with Remainder(folder) as remainder:
         empty = remainder.count()
         provider = make(folder)
@@ -293,7 +293,7 @@ async def _spread_out(count: int, work: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _settled(remainder: Remainder, expected: int, settle_s: float) -> Remains:
-    """What is there once it is no more than expected, or after a while."""
+    """Resources that exist once they are no more than expected, or after a timeout."""
     ends_s = time.perf_counter() + settle_s
     while (remains := remainder.count()).total > expected and time.perf_counter() < ends_s:
         await asyncio.sleep(0.1)
@@ -301,7 +301,7 @@ async def _settled(remainder: Remainder, expected: int, settle_s: float) -> Rema
 
 
 def _cpu_s() -> float:
-    """What this process and all below it took so far; one contestant is at work at a time."""
+    """Processor seconds of this process and all below it so far; one contestant runs at a time."""
     return usage.cpu_s(usage.family(os.getpid()))
 
 

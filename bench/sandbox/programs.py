@@ -56,7 +56,7 @@ REFUSED_CALLS = tuple(
 
 
 class Launch(NamedTuple):
-    """How long one start took, in seconds."""
+    """Seconds of one start."""
 
     ran_s: float
     """Until the command had ended."""
@@ -66,14 +66,14 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one start happens."""
+    """Location of one start."""
 
     folder: Path
-    """Of this start alone."""
+    """Folder of this start only."""
     lower: Path
     """The root that all starts share: mount points and links into ``/usr``."""
     state: Path
-    """For what a program keeps between starts."""
+    """Folder for state that a program keeps between starts."""
 
     @property
     def root(self) -> Path:
@@ -81,7 +81,7 @@ class Place:
         return self.folder / "root"
 
     def make_folders(self) -> str:
-        """Make what an overlay needs; its options. Without syncs: what is left after a crash is not read."""
+        """Create an overlay's folders; returns its mount options. No syncs: the files are not read after a crash."""
         upper, work = self.folder / "upper", self.folder / "work"
         for folder in (upper, work, self.root):
             folder.mkdir()
@@ -89,7 +89,7 @@ class Place:
 
 
 class Overlay(Enum):
-    """Who mounts the overlay."""
+    """Component that mounts the overlay."""
 
     BY_PROGRAM = "mount(8) and umount(8), as a script does"
     BY_SYSCALL = "the launcher, by system call: what it costs at least"
@@ -104,7 +104,7 @@ class Program:
     package: str
     """Debian's."""
     command: Callable[[Place, Sequence[str]], Sequence[str]]
-    """Writes what is needed beside and returns what is run."""
+    """Writes the files that a program needs and returns its command line."""
     overlay: Overlay = Overlay.BY_SYSCALL
     start: Callable[[Place], Sequence[str]] | None = None
     """Starts the container that the command is run in, where that is one more step."""
@@ -235,7 +235,7 @@ class Launcher:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def launch(self, name: str, argv: Sequence[str], *, seconds: float = 0.0, at_once: int = 1) -> list[Launch]:
@@ -387,7 +387,7 @@ def _write_bundle(
     linux: Mapping[str, object],
     user: int = 0,
 ) -> None:
-    """What the Open Container Initiative's runtimes are told (runtime-spec 1.0)."""
+    """Write the configuration for the runtimes of the Open Container Initiative (runtime-spec 1.0)."""
     config = {
         "ociVersion": "1.0.2",
         "process": {

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 Figure: TypeAlias = Literal["sampled", "tokens"]
 """A figure of a trial's end on held-out tasks: pass rate at temperature 1, mean length of an answer."""
 Expected: TypeAlias = Literal["more", "less", "alike"]
-"""How two arms compare; ``alike``: within :data:`ALIKE`."""
+"""Comparison of two arms; ``alike``: within :data:`ALIKE`."""
 WORDS: Mapping[tuple[Figure, Expected], str] = MappingProxyType(
     {
         ("sampled", "more"): "a higher pass rate than",
@@ -23,7 +23,7 @@ WORDS: Mapping[tuple[Figure, Expected], str] = MappingProxyType(
         ("tokens", "less"): "shorter answers than",
     }
 )
-"""How a comparison is said."""
+"""Words for a comparison."""
 DEFAULT = "default"
 """The arm that changes nothing: the laboratory's recipe."""
 
@@ -36,7 +36,7 @@ class Arm:
     changes: tuple[str, ...] = ()
     """``SECTION.KEY=VALUE``, of reinforcement learning."""
     start: tuple[str, ...] = ()
-    """Likewise, of mid-training and the model."""
+    """Recipe keys of mid-training and the model, for the same purpose."""
     seeds: int | None = None
     """Seeds on which it is trained; ``None``: the ablation's number."""
     router_noise: float = 0.0
@@ -49,7 +49,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What is published, or guessed, as a comparison of two arms."""
+    """A published or assumed comparison of two arms."""
 
     arm: str
     than: str
@@ -76,15 +76,15 @@ class Ablation:
     title: str
     question: str
     published: str
-    """What others report, and where."""
+    """Published results and their sources."""
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...]
     seeds: int = 8
     """Seeds of its arms, but for those that have a number of their own."""
     reading: str = ""
-    """What came of it, in words; the figures are the bench's."""
+    """The outcome in words; the figures are from the bench."""
     axis: str = "steps"
-    """What lies across the plot."""
+    """Quantity on the horizontal axis of the plot."""
 
     def seeds_of(self, arm: Arm) -> int:
         """The number of seeds on which an arm is trained."""
@@ -125,8 +125,8 @@ def _stale(correction: str, staleness: int) -> Arm:
 
 STALENESS = Ablation(
     title="Importance correction under staleness",
-    question="Every token was sampled by weights that are exactly so many steps old. Which weight keeps that harmless, "
-    "and how old may they be until learning breaks?",
+    question="Every token was sampled by weights of an exact age in steps. Which correction keeps that harmless, "
+    "and at which age does learning break?",
     published="AReaL ([2505.24298](https://arxiv.org/abs/2505.24298), section 5.4): plain PPO is worse at any "
     "staleness, decoupled PPO loses next to nothing with up to 8 versions. MiniMax-M1 "
     "([2506.13585](https://arxiv.org/abs/2506.13585), section 3.1) has CISPO ahead of clips. VCPO "
@@ -146,13 +146,13 @@ STALENESS = Ablation(
         Claim(arm="TIS, 16 old", than=FRESH, expected="less", ours=True),
     ),
     seeds=STALE_SEEDS,
-    reading="Rollouts of one and of four versions ago cost less than two points with the default correction: that is "
-    "shown on twenty seeds. Of four versions ago the pass rate is even the same within two points; of one "
-    "version ago it may be higher by more, because of a single seed (21) on which fresh rollouts end in a "
-    "policy that gets some sums wrong and stale ones do not. Without that seed, four versions cost half a "
-    "point. Eight and sixteen versions cost one to five points in the mean of six seeds, most of it on one "
-    "(2), with every correction and without one; no correction is shown to be better than none, and learning "
-    "broke nowhere.",
+    reading="With the default correction, rollouts that are one or four versions old cost less than two points, "
+    "as twenty seeds show. For four versions the pass rate is even the same within two points; for one "
+    "version it may be higher by more, because on a single seed (21) fresh rollouts end in a policy that "
+    "gets some sums wrong and stale ones do not. Without that seed, four versions cost half a point. "
+    "Eight and sixteen versions cost one to five points in the mean of six seeds, most of it on one seed "
+    "(2), with every correction and without one; no correction is shown to be better than none, and "
+    "learning never broke.",
     axis="staleness, in versions",
 )
 NORMALISATION = Ablation(
@@ -174,10 +174,10 @@ NORMALISATION = Ablation(
         Claim(arm="deviation", than=DEFAULT, expected="alike"),
     ),
     seeds=MORE_SEEDS,
-    reading="As published: neither the deviation nor the length changes the pass rate by two points, and twelve seeds "
-    "are enough to say so. Losses that are averaged within each answer first make answers longer, as "
-    "published, but by a fortieth of a token: a worked answer has eight tokens, and the longest that counts "
-    "has fourteen.",
+    reading="As published: neither the deviation nor the length changes the pass rate by two points, and twelve "
+    "seeds are enough to show it. Losses that are averaged within each answer first make answers longer, "
+    "as published, but only by a fortieth of a token: a worked answer has eight tokens, and the longest "
+    "that counts has fourteen.",
 )
 ROLLOUTS = 64
 """Rollouts of a step."""
@@ -201,16 +201,17 @@ GROUPS = Ablation(
         Claim(arm="groups of 64", than=DEFAULT, expected="less", ours=True),
     ),
     seeds=MORE_SEEDS,
-    reading="Sixteen rollouts a group end a point and a half below eight, on ten of twelve seeds no higher; the "
-    "interval reaches beyond two points, so that neither the same nor worse is shown. Groups of four end "
-    "within two points on eleven seeds, and on one (2) in a policy that gets some sums wrong, fifteen points "
-    "lower, which makes the interval wide. One group of sixty-four, a single prompt a step, is worse on every "
-    "seed, by three to eleven points.",
+    reading="Groups of sixteen end one and a half points below groups of eight, and are not higher on ten of "
+    "twelve seeds; the interval extends beyond two points, so neither the same nor a lower pass rate is "
+    "shown. Groups of four end within two points on eleven seeds; on one (2) they end in a policy that "
+    "gets some sums wrong, fifteen points lower, which widens the interval. One group of sixty-four, a "
+    "single prompt per step, is worse on every seed, by three to eleven points.",
     axis="rollouts of a group",
 )
 KL = Ablation(
     title="k1 in the reward against k3 in the loss",
-    question="The policy is held to its start by the same coefficient, in the reward of whole rollouts or in the loss.",
+    question="A penalty with one coefficient keeps the policy near its start, either in the reward of whole "
+    "rollouts or in the loss.",
     published="Composer 2 (section 4.1, figure 4) takes k1, since k3's variance explodes once policies differ. *A "
     "Comedy of Estimators* ([2512.21852](https://arxiv.org/abs/2512.21852)): the gradient is right with k1 in the "
     "reward and biased with k3 in the loss; unbiased ones do better in and out of domain.",
@@ -220,15 +221,15 @@ KL = Ablation(
         Arm(name="k3 in the loss", changes=("loss.kl_coef=0.03", "loss.kl_estimator=k3")),
     ),
     claims=(Claim(arm="k1 in the reward", than="k3 in the loss"),),
-    reading="As published, by a point: k1 in the reward costs next to nothing of the pass rate without it, k3 in the "
-    "loss about a point on seven of eight seeds.",
+    reading="As published, by one point: k1 in the reward costs almost nothing of the pass rate, k3 in the loss "
+    "about a point on seven of eight seeds.",
 )
 EPOCHS = (2, 4, 16)
 PROMPTS_OF_A_RUN = 640
 """Groups of a run: its prompts, where each comes once."""
 PROMPTS = Ablation(
     title="Prompts once against epochs",
-    question="The same number of rollouts of prompts that each come once, or come again up to sixteen times.",
+    question="The same number of rollouts, of prompts that occur once or are repeated up to sixteen times.",
     published="Composer 2 (section 4.1) never trains on a prompt twice. *Reasoning with 1-shot RLVR* "
     "([2504.20571](https://arxiv.org/abs/2504.20571)) learns most of what there is from one prompt, over and over.",
     arms=(
@@ -247,16 +248,16 @@ PROMPTS = Ablation(
         Claim(arm="16 epochs", than=DEFAULT, expected="alike"),
         Claim(arm="2 epochs", than=DEFAULT, expected="alike", ours=True),
     ),
-    reading="Prompts that come twice or four times end where those that come once do, within two points on every "
-    "seed. With forty prompts, sixteen times each, seven of eight seeds end lower, by up to four points: a "
-    "small cost, of which eight seeds do not show that it stays below two points.",
+    reading="With prompts that occur twice or four times the pass rate ends within two points of that with unique "
+    "prompts, on every seed. With forty prompts, sixteen times each, seven of eight seeds end lower, by "
+    "up to four points: a small cost, but eight seeds do not show that it stays below two points.",
     axis="epochs",
 )
 BUDGETS = (120_000, 150_000, 300_000)
 MIDTRAINING = Ablation(
     title="Mid-training tokens against the gain of RL",
-    question="The same RL from starts of ever longer mid-training: does their held-out cross-entropy say how far RL "
-    "gets?",
+    question="The same RL from starts with more and more mid-training: does their held-out cross-entropy predict "
+    "the result of RL?",
     published="Composer 2 (section 3.1, figure 2): of three budgets of continued pretraining, lower loss goes with "
     "higher reward after RL.",
     arms=(
@@ -276,18 +277,19 @@ MIDTRAINING = Ablation(
         Claim(arm=DEFAULT, than="150,000 tokens"),
         Claim(arm="300,000 tokens", than=DEFAULT),
     ),
-    reading="As published: cross-entropy says how far RL gets. Of 32 starts the 21 with a loss of at most 0.384 end "
-    "at 81 to 95 %, whatever their budget; above, the end follows the loss: 0.45 gives 63 %, 0.48 gives 53 %, "
-    "0.51 gives 45 %, and 0.52 to 0.70 give 15 to 38 %. Among the good starts the loss says little. Tokens "
-    "say less than the loss: one start of 300,000 tokens (seed 8) has a loss of 0.54. Seeds are those on "
-    "which the default's start has learnt, which favours the default in the means of this table; the order of "
-    "single starts does not depend on that.",
+    reading="As published: cross-entropy predicts the result of RL. Of 32 starts, the 21 with a loss of at most "
+    "0.384 end at 81 to 95 %, for any budget; above that, the result follows the loss: 0.45 gives 63 %, "
+    "0.48 gives 53 %, 0.51 gives 45 %, and 0.52 to 0.70 give 15 to 38 %. Among the good starts the loss "
+    "predicts little. The number of tokens predicts less than the loss: one start with 300,000 tokens "
+    "(seed 8) has a loss of 0.54. The table only has seeds on which the default's start has learnt, which "
+    "favours the default in its means; the order of single starts does not depend on that.",
     axis="thousand tokens of mid-training",
 )
 WEIGHTS = (0.02, 0.1)
 EFFORT = Ablation(
     title="What an effort penalty buys",
-    question="Each sampled token costs so much of the reward, concavely: shorter answers, at which price?",
+    question="Each sampled token is subtracted from the reward, with a concave price: how much shorter do answers "
+    "become, and at what cost?",
     published="Composer 2 (section 4.2) has such a penalty so that easy requests are answered quickly and hard ones "
     "are thought about; it publishes no trade.",
     arms=(
@@ -307,10 +309,11 @@ EFFORT = Ablation(
         Claim(arm="weight 0.1", than=DEFAULT, expected="less", ours=True),
     ),
     seeds=MORE_SEEDS,
-    reading="A light penalty shortens answers by a hundredth of a token, which is shown and of no use: answers are of "
-    "two kinds, worked out or given at once, and the working is worth more than its few tokens cost. A heavy "
-    "one buys a token of eight for sixteen points of the pass rate, since after as many steps more answers "
-    "are still given at once; greedily all are worked out, and nearly all are right.",
+    reading="A light penalty shortens answers by a hundredth of a token, which is shown but useless: answers are "
+    "either worked out or given at once, and the working is worth more than its few tokens cost. A heavy "
+    "penalty saves one token of eight and costs sixteen points of the pass rate, since after the same "
+    "number of steps more answers are still given at once; greedily all are worked out, and nearly all "
+    "are right.",
 )
 FORMATS = ("fp8", "nvfp4")
 QUANTISED = Ablation(
@@ -324,9 +327,9 @@ QUANTISED = Ablation(
         *(Arm(name=form, changes=("numerics.dtype=bfloat16", f"numerics.experts={form}")) for form in FORMATS),
     ),
     claims=tuple(Claim(arm=form, than="bfloat16", expected="alike") for form in FORMATS),
-    reading="As published: neither format costs anything. Both pass rates are the same as bfloat16's within two "
-    "points, which is shown on eight seeds, before RL and after it. The scales are those of Composer's "
-    "kernels, one for each token, in exact emulation; those that diverged there were not tried.",
+    reading="As published: neither format costs anything. Eight seeds show that both pass rates equal bfloat16's "
+    "within two points, before RL and after it. The scales are those of Composer's kernels, one for each "
+    "token, in exact emulation; the scales that diverged there were not tried.",
 )
 DEEPER = ("model.shape.layers=4", "midtrain.tokens=200_000")
 BFLOAT16 = ("numerics.dtype=bfloat16", "numerics.arithmetic=fast")
@@ -335,8 +338,8 @@ DEEPER_SEEDS = 5
 """Seeds of the deeper model, whose trials take four times as long."""
 REPLAY = Ablation(
     title="Router replay on a deeper mixture of experts",
-    question="Four sparse layers in bfloat16; the engine's routers are off by noise, so that it sends tokens to other "
-    "experts than the trainer would.",
+    question="Four sparse layers in bfloat16; noise in the engine's routers makes it send tokens to other experts "
+    "than the trainer would.",
     published="R3 ([2510.11370](https://arxiv.org/abs/2510.11370), sections 3 and 5): routes that differ between "
     "engine and trainer make RL of MoE models collapse, replayed ones do not. Composer 2 (section 5) replays with a "
     "plausibility filter.",
@@ -351,9 +354,9 @@ REPLAY = Ablation(
     ),
     seeds=DEEPER_SEEDS,
     reading="Not as published, at this size: with noise in the engine's routers and no replay the mismatch k3 is "
-    "0.01, which replay takes away, and the pass rate is the same with or without either, within half a point "
-    "on five seeds. Four layers are few and eighty steps are short; where the mismatch is larger this says "
-    "nothing.",
+    "0.01, which replay removes, and the pass rate is the same with or without either, within half a "
+    "point on five seeds. Four layers and eighty steps are few; this says nothing about larger "
+    "mismatches.",
 )
 
 ABLATIONS: Mapping[str, Ablation] = MappingProxyType(
@@ -408,4 +411,4 @@ ELSEWHERE = (
         "[numerics.md](numerics.md)",
     ),
 )
-"""Question, what is published, bench and document of ablations that take whole runs."""
+"""Question, published result, bench and document of ablations that take whole runs."""

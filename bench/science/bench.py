@@ -37,7 +37,7 @@ from etude.types import Json
 
 RECIPE = Path(__file__).with_name("run.toml")
 SHORTFALL = Goal("staleness_shortfall", "at most", ALIKE)
-"""What rollouts of up to four versions ago may cost of the sampled pass rate."""
+"""Maximum loss of sampled pass rate from rollouts that are up to four versions old."""
 BROKEN = 0.5
 """A trial is broken once its rewards are below this share of the best that they were, both of ``WINDOW`` steps."""
 WINDOW = 5
@@ -89,10 +89,10 @@ def bench_science(
     learnt: float = LEARNT,
     overrides: Sequence[str] = (),
 ) -> dict[str, Json]:
-    """Run what is left of an ablation's trials and return the bench object. Trials are kept in ``out``, their starts in
-    ``cache``.
+    """Run the remaining trials of an ablation and return the bench object.
 
-    Raises :class:`~etude.errors.UserError` for an ablation that there is not, and as :func:`usable_seeds` does.
+    Trials are stored in ``out``, their starts in ``cache``. Raises :class:`~etude.errors.UserError` for an unknown
+    ablation, and as :func:`usable_seeds` does.
     """
     if name not in ABLATIONS:
         raise UserError(f"bench science: no ablation {name!r}; there are {', '.join(ABLATIONS)}")
@@ -144,7 +144,7 @@ def usable_seeds(count: int, keys: Sequence[str], cache: Path, learnt: float, sk
 
 
 def table(result: dict[str, Json]) -> str:
-    """The bench object as tables for people: every trial, then what is claimed of the arms."""
+    """The bench object as tables for people: all trials, then the claims about the arms."""
     columns = (
         "contestant",
         "seed",
@@ -164,7 +164,7 @@ def table(result: dict[str, Json]) -> str:
 
 
 def _trial(arm: Arm, seed: int, out: Path, cache: Path, overrides: Sequence[str]) -> Trial:
-    """Train, or read what is there."""
+    """Train, or read the stored result."""
     start_keys = [*overrides, f"seed={seed}", *arm.start]
     start_config, config = load_recipe(RECIPE, start_keys), load_recipe(RECIPE, [*start_keys, *arm.changes])
     start = prepared_start(start_config, cache)
@@ -258,7 +258,7 @@ def verdict(claim: Claim, low: float, high: float) -> str:
 
 
 def _goals(name: str, trials: Sequence[Trial]) -> dict[str, Json]:
-    """What staleness costs, of the default correction, where that was measured."""
+    """Cost of staleness with the default correction, if it was measured."""
     if name != "staleness":
         return {}
     shortfalls = {arm: [-each for each in differences(trials, arm, FRESH, "sampled")] for arm in JUDGED}

@@ -55,13 +55,13 @@ from etude.types import Finish, Group, Rollout, RolloutStatus, Split, Task, Turn
 ROUTER: Final = ".mlp.gate.weight"
 """End of the names of routers in a published state."""
 NOISE_SEED = 0
-"""Of that noise, the same at every version and in every trial: an engine is off in one way."""
+"""Seed of that noise, the same at every version and in every trial: an engine differs in one fixed way."""
 SEED_BYTES = 7
 """Bytes of a digest that seed a call, whose seed has 63 bits."""
 HELDOUT = 0
 """Stands for the step of held-out rollouts in their places."""
 GREEDY_SHARE = 4
-"""One held-out task in so many is tried greedily, too: it says less of what is optimised."""
+"""One in N held-out tasks is also tried greedily, since that says less about the optimised quantity."""
 Place: TypeAlias = tuple[int, int, int]
 """Step, group and slot of a rollout."""
 Question: TypeAlias = tuple[Task, Place]
@@ -98,7 +98,9 @@ class TrialCurve:
 
 
 def learn(config: RunConfig, start: Path, *, router_noise: float = 0.0) -> TrialCurve:
-    """Train the model in ``start`` as the recipe says, measuring every ``eval.every_steps`` steps and at both ends."""
+    """Train the model in ``start`` by the recipe; evaluate every ``eval.every_steps`` steps, at the start and at the
+    end.
+    """
     return asyncio.run(Laboratory(resolve(config), start, router_noise).learn())
 
 
@@ -186,7 +188,7 @@ class Laboratory:
         ]
 
     def _task(self, index: int) -> Task:
-        """Training task number ``index``, epoch after epoch where there are only so many."""
+        """Training task number ``index``; repeats in epochs if their number is finite."""
         size = self._family.size(Split.TRAIN)
         return self._family.task(Split.TRAIN, index if size is None else index % size)
 

@@ -33,33 +33,33 @@ HEAD = """# What learning depends on
 
 <!-- Written by `python -m bench.science.page`; every figure is of bench/science/results. -->
 
-The ablations that papers on RL of language models report, on one bench and with several seeds each. What others
-published stands beside what was measured here, and where the two differ it stays. Every trial is made of étude's own
-parts (engine, batches, losses, optimiser) in one process, `bench/science/laboratory.py`: a mixture of experts of a
-tenth of a million parameters that was mid-trained on sums learns in eighty steps of 64 rollouts to work them out. So
-directions may carry over to larger models; sizes do not.
+These are ablations that papers on RL of language models report, measured with one bench and several seeds each. Each
+section compares the published result with the result here, and reports differences. Every trial uses étude's own code
+(engine, batches, losses, optimiser) in one process, `bench/science/laboratory.py`: a mixture of experts with a tenth of
+a million parameters, mid-trained on sums, learns in eighty steps of 64 rollouts to work them out. So the directions of
+effects may carry over to larger models; their sizes do not.
 
     python -m bench science --name staleness --json > bench/science/results/staleness.json    # minutes
     python -m bench.science.page                                                              # this page, its plots
 
 Trials of one seed share their start, prompts and random numbers. A **difference** is paired by seed, with the interval
 of Student's t over seeds at 95 %; all seeds have the same 256 held-out tasks, tried at temperature 1. A claim
-**agrees** where the whole interval is on the published side (of *the same*: within two points), is **contradicted**
-where it is on the other, and else is **not shown**: these seeds are too few for it, which does not make it wrong.
+**agrees** if the whole interval is on the published side (for *the same*: within two points), is **contradicted** if it
+is on the other side, and otherwise is **not shown**: there are too few seeds, which does not make the claim wrong.
 
-One start in some does not learn to add in the tokens that it gets. From there every arm ends at chance, and nothing
-would seem to cost anything, so seeds whose start has a held-out loss above 0.4 nats a token are left out and named. The
-rule was made after two such seeds had been seen, and counts for all ablations.
+Some starts do not learn to add within their mid-training tokens. From such a start every arm ends at chance level, so
+no difference could be seen. Therefore seeds whose start has a held-out loss above 0.4 nats per token are excluded and
+named. The rule was made after two such seeds had been seen, and applies to all ablations.
 
-The learning rate is 1e-3. At 3e-3, where this page was measured before, some trials of every arm fell into a policy
-that gets some sums wrong and stays there, and a single fall decided a comparison of three to eighteen seeds. 1e-3 was
+The learning rate is 1e-3. An earlier version of this page used 3e-3. There some trials of every arm got stuck in a
+policy that gets some sums wrong, and a single such trial decided a comparison of three to eighteen seeds. 1e-3 was
 chosen by the spread of fresh rollouts and of rollouts four versions old on three seeds (201, 202, 210) that no ablation
-has.
+uses.
 
-Of arms the means over the seeds that all of them have are shown: the start's cross-entropy in nats a token and its pass
-rate; after RL the pass rates, sampled and greedy, tokens of an answer, entropy in nats a token, the mismatch k3 of
-trainer and engine on the same weights; and on how many seeds learning broke (rewards fell below half of their best,
-both over five steps).
+The tables of arms show means over the seeds that all arms have: the start's cross-entropy in nats per token and its
+pass rate; after RL the sampled and greedy pass rates, tokens per answer, entropy in nats per token, and the mismatch k3
+of trainer and engine with the same weights; and the number of seeds on which learning broke (rewards fell below half of
+their best, both over five steps).
 """
 
 
@@ -105,7 +105,7 @@ def _curve(rows: Sequence[Row]) -> Points:
 
 
 def _svg(figure: str) -> str:
-    """A file by itself out of a figure of a page: what is in its ``<svg>``, within margins, with colours."""
+    """An SVG file from a figure of a page: the contents of its ``<svg>``, with margins and colours."""
     start, end = figure.index("<svg"), figure.rindex("</svg>") + len("</svg>")
     inner = WIDTH - LEFT - RIGHT
     nested = figure[start:end].replace('width="100%"', f'x="{LEFT}" y="{TOP}" width="{inner}"', 1)
@@ -121,7 +121,7 @@ def _svg(figure: str) -> str:
 
 
 def _section(name: str, ablation: Ablation, result: Mapping[str, Json]) -> str:
-    """An ablation: question, what is published, plot, claims, arms, and where and when it was measured."""
+    """Section of an ablation: question, published results, plot, claims, arms, and place and time."""
     lines = [
         f"\n## {ablation.title}\n",
         _wrapped(ablation.question),
@@ -189,17 +189,17 @@ def _goals(result: Mapping[str, Json]) -> Iterator[str]:
 
 
 def _unmeasured(results: Mapping[str, object]) -> Iterator[str]:
-    """Ablations that the bench has and nobody has run yet."""
+    """Ablations without results."""
     missing = [f"{ablation.title} (`--name {name}`)" for name, ablation in ABLATIONS.items() if name not in results]
     if missing:
         yield "\n## Not measured yet\n\n" + _wrapped(
-            f"The bench has them, and no results are committed: {'; '.join(missing)}."
+            f"The bench has these ablations, but no committed results: {'; '.join(missing)}."
         )
 
 
 def _elsewhere() -> str:
     """Ablations that other benches measure, as whole runs."""
-    lines = ["\n## Measured as whole runs\n", "What a laboratory of one process cannot show, other benches do.\n"]
+    lines = ["\n## Measured as whole runs\n", "Other benches measure what a single process cannot show.\n"]
     lines += _table(("question", "published", "bench", "measured in"), ELSEWHERE)
     return "\n".join([*lines, ""])
 
@@ -242,7 +242,7 @@ def _skipped(result: Mapping[str, Json]) -> str:
 
 
 def _machine(result: Mapping[str, Json]) -> str:
-    """Where, when and of what it was measured."""
+    """Machine, date and commit of the measurement."""
     machine = result["machine"]
     assert isinstance(machine, dict)
     where = f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}"

@@ -28,7 +28,7 @@ BASE = 6
 ADDENDS = 4
 """Digits that are added."""
 EQUALS = "="
-"""What the graded digit stands behind."""
+"""Marker before the graded digit."""
 WORKING = 0.5
 """Demonstrations: share of answers with their working."""
 MISTAKE = 0.25
@@ -105,7 +105,7 @@ class SumDemonstrations:
 
 
 def worked(digits: Digits, rng: Random, *, mistakes: float) -> str:
-    """An answer with the working of somebody who errs now and then, and goes on from there."""
+    """An answer with working in which an agent sometimes errs and continues from its error."""
     totals = list(_totals(digits, rng, mistakes))
     return f"{' '.join(map(str, totals))} {EQUALS} {totals[-1]}"
 

@@ -146,7 +146,7 @@ def _simulate(arm: Arm, seed: int) -> TrialFigures:
 
 
 def _real(recipe: Path, out: Path, overrides: Sequence[str], seed: int) -> Iterator[TrialFigures]:
-    """The arms of one seed as whole runs; what they are compared at is half-way up of what tasks in order reach."""
+    """The arms of one seed as whole runs; compared at half of the gain of tasks in order."""
     train, heldout = task_files(Path(str(load_recipe(recipe).tasks.options.model_dump()["path"])), out)
     common = [*overrides, f"seed={seed}", f"tasks.options.path={train}", f"tasks.options.heldout_path={heldout}"]
     common += [f"eval.every_steps={EVERY_STEPS}"]

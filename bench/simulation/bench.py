@@ -51,7 +51,7 @@ class SimulationOptions:
     seeds: int = SEEDS
     first: int = 0
     plants: bool = True
-    """Whether planted bugs are looked for, too."""
+    """True to also search for planted bugs."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +182,7 @@ def table(result: dict[str, Json]) -> str:
 
 
 def described(outcome: Outcome) -> str:
-    """What happened in a run, for people."""
+    """Record of a run, for people."""
     lines: Sequence[str] = (
         draw(outcome.seed).described,
         *(f"{at_s:8.3f} s  {words}" for at_s, words in outcome.injected),

@@ -34,7 +34,7 @@ class Breakage:
     """Commits before it."""
     is_kept: bool
     is_fatal: bool
-    """Whether the process dies of it; else it is the reply alone that is lost."""
+    """True if the process dies; otherwise only the reply is lost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +80,7 @@ class FaultyDatabase:
         self._database.begin()
 
     def commit(self) -> None:
-        """Keep what was written, unless this is the commit at which something happens."""
+        """Commit, unless this is the commit at which the fault happens."""
         self._check()
         breakage = self._life.breakage if self._breaks else None
         if breakage is None or breakage.commits > 0:
@@ -104,7 +104,7 @@ class FaultyDatabase:
         return self._was_kept
 
     def rollback(self) -> None:
-        """Forget what was written."""
+        """Roll back."""
         self._database.rollback()
 
     def version(self) -> int:
@@ -116,7 +116,7 @@ class FaultyDatabase:
         self._database.set_version(version)
 
     def scrub(self) -> None:
-        """Make what was deleted unreadable."""
+        """Make deleted data unreadable."""
         self._check()
         self._database.scrub()
 

@@ -21,7 +21,7 @@ from etude.simulation.region import ModelledRegion
 from etude.simulation.run import SimulatedRun
 
 LOOK_S = 0.5
-"""Between two looks at an engine that is down, or at a store that is away."""
+"""Polling interval of a stopped engine or an unavailable store."""
 IDLE_S = 0.1
 """Between two looks for a moment at which an engine has nothing to do."""
 NOTICED_S = 1.5
@@ -195,7 +195,7 @@ class Injector:
         }
 
     def _later(self, fault: Fault, victim: str, heal: Callable[[], None]) -> None:
-        """Heal it when its time is over, unless another fault of its kind goes on."""
+        """Heal it when its time is over, unless another fault of its kind is still active."""
         key, until_s = (fault.kind, victim), LoopClock().now() + fault.hold_s
         self._until_s[key] = max(until_s, self._until_s.get(key, 0.0))
 

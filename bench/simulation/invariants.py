@@ -34,7 +34,7 @@ class Rule(StrEnum):
     LEASE = "lease"
     """A fencing token never falls, and rises with every new holder."""
     OPEN = "left_open"
-    """Who ended by itself has ended its sessions and sandboxes."""
+    """Violation: a process that ended by itself left sessions or sandboxes open."""
     DEAD_ENGINE = "dead_engine"
     """No call goes to an engine that is known to be down while another one could take it."""
     CRASHED = "crashed"
@@ -82,11 +82,11 @@ class Remains:
     published: Sequence[int]
     """Versions in the order in which they were published."""
     sessions: Sequence[str]
-    """Sessions that a process opened and did not end, though it ended by itself."""
+    """Sessions that a process opened and did not end, although it ended by itself."""
     admitted: Mapping[int, int]
-    """Group → the version that its process had heard of, by the events; one that was killed has not written all."""
+    """Group → the version that its process knew, by its events; a killed process has not written all of them."""
     sandboxes: int
-    """That are open."""
+    """Open sandboxes."""
 
 
 def between(before: RunView, after: RunView, config: RunConfig) -> list[Violation]:
@@ -96,7 +96,7 @@ def between(before: RunView, after: RunView, config: RunConfig) -> list[Violatio
 
 
 def at_end(remains: Remains, config: RunConfig) -> list[Violation]:
-    """Violations by what a run left."""
+    """Violations in what a run left behind."""
     return [
         *(Violation(finding.wrong, finding.what) for finding in audit(remains.evidence)),
         *_staleness(remains, config.rollouts.max_staleness),

@@ -24,7 +24,7 @@ class SimulatedProcess:
         self.pause_s = RESTART_S
         """Until it is started again, if it is killed."""
         self.left_open: list[str] = []
-        """Sessions that it did not end though it ended by itself."""
+        """Sessions that it left open although it ended by itself."""
         self.is_lost = False
         """True once it is gone for good."""
         self.is_silent = False
@@ -37,7 +37,7 @@ class SimulatedProcess:
         self.life.dead.set()
 
     async def supervise(self) -> None:
-        """Keep it alive until it ends by itself. Raises what is a bug of it, or an error of the user."""
+        """Restart it until it ends by itself. Raises its bugs, and errors of the user."""
         while not await self._live():
             if self.is_lost:
                 return

@@ -40,17 +40,16 @@ from etude.telemetry.log import EventLog, EventReader
 LOOK_S = 0.5
 """Between two views of a run."""
 POLL_S = 0.1
-"""Interval at which trainer and rollouts look for a batch and a version: longer than in a real run, as looking is most
-of what a simulated run costs.
-"""
+"""Polling interval of trainer and rollouts: longer than in a real run, since polling is most of the cost of a
+simulation."""
 LONGEST_S = 240.0
-"""Virtual time in which a run has to end: several times what the slowest of a thousand seeds took."""
+"""Maximum virtual time of a run: several times that of the slowest of a thousand seeds."""
 MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How closely a run is looked at, and when it counts as stuck."""
+    """Frequency of the checks of a run, and time after which it counts as stuck."""
 
     look_s: float = LOOK_S
     poll_s: float = POLL_S
@@ -76,7 +75,7 @@ class Outcome:
     seconds: float
     """Virtual ones."""
     digest: str
-    """Of all events, with their times."""
+    """Digest of all events, with their times."""
 
 
 @final
@@ -138,7 +137,7 @@ class FaultyRun:
 
     @property
     def restarts(self) -> int:
-        """How often a process was started again."""
+        """Number of restarts of a process."""
         return sum(process.restarts for process in self._processes)
 
     # ── its processes ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,30 +19,30 @@ from etude.simulation.workload import RolloutWork, Workload
 
 
 class Kind(StrEnum):
-    """What can happen to a simulated run."""
+    """A kind of fault in a simulated run."""
 
     KILL_ROLLOUTS = "kill-rollouts"
     """``kill -9`` of a rollouts process: between two events, or right before or after one of its commits."""
     KILL_TRAINER = "kill-trainer"
-    """Likewise, of the trainer."""
+    """The same for the trainer."""
     KILL_MACHINE = "kill-machine"
-    """Of all processes at once."""
+    """The same for all processes at once."""
     LOSE_ROLLOUTS = "lose-rollouts"
     """A rollouts process is gone for good, where there is another one."""
     KILL_GATEWAY = "kill-gateway"
     """It forgets all sessions of its region."""
     KILL_ENGINE = "kill-engine"
-    """It loses its calls, and comes back with the newest weights that its region has, or with older ones."""
+    """It loses its calls, and restarts with the newest weights of its region, or with older ones."""
     OLD_ENGINE = "old-engine"
-    """It comes back at once with older weights, at a moment when no call of it is lost that would tell."""
+    """It restarts immediately with older weights, when no call is in progress whose loss would reveal it."""
     CUT_REGION = "cut-region"
-    """Nothing gets to a region or back."""
+    """A region can neither send nor receive."""
     SLOW_LINK = "slow-link"
     """A round trip to a region takes much longer."""
     LATE_WEIGHTS = "late-weights"
     """Versions that are published meanwhile take long to a region."""
     STORE_AWAY = "store-away"
-    """Nothing can be published, and no engine that starts finds weights."""
+    """Publishing fails, and a starting engine finds no weights."""
     LEDGER_DOWN = "ledger-down"
     """No process reaches the ledger; each ends with that error and is started again."""
     LOST_REPLY = "lost-reply"
@@ -50,7 +50,7 @@ class Kind(StrEnum):
     NO_SANDBOXES = "no-sandboxes"
     """No sandbox can be started."""
     NO_HEARTBEATS = "no-heartbeats"
-    """A rollouts process goes on, but its signs of life get lost, until another one takes over what it holds."""
+    """A rollouts process continues, but its heartbeats are lost until another one takes over its slots."""
 
 
 HOLDS: Mapping[Kind, tuple[float, float]] = MappingProxyType(
@@ -76,13 +76,13 @@ HOLDS: Mapping[Kind, tuple[float, float]] = MappingProxyType(
 SHARES: Mapping[Kind, float] = MappingProxyType({Kind.KILL_ENGINE: 3.0, Kind.OLD_ENGINE: 3.0, Kind.LOSE_ROLLOUTS: 2.0})
 """Kinds that are likelier than others: of those, many come at a moment at which they change nothing."""
 BRIEF = 0.4
-"""Share of faults that last for a tenth of their time: nobody may notice them but those that were hit."""
+"""Share of faults that last for a tenth of their time: only their victims may notice them."""
 FEWEST, MOST = 8, 16
 """Faults of a run."""
 FIRST_S, LONGEST_GAP_S = 0.3, 2.0
 """The earliest fault, and the longest time between two."""
 LEASE_S = 4.0
-"""Term of leases: processes that stay away for longer lose what they hold."""
+"""Term of leases: processes unavailable for longer lose their leases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +95,9 @@ class Fault:
     pick: float
     """In [0, 1): decides among victims."""
     moment: int
-    """Of a kill or a lost reply: how many commits later, from 0; a kill with 0 comes at once."""
+    """Number of commits before a kill or a lost reply, from 0; a kill with 0 happens immediately."""
     is_kept: bool
-    """Whether the commit in question is."""
+    """True if the commit itself succeeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

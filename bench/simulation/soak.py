@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 
 
 def bench_soak(hours: int, seed: int = 0, hour_s: float = HOUR_S) -> dict[str, Json]:
-    """Play so many virtual hours and return the bench object. Raises :class:`~etude.errors.UserError` for too few."""
+    """Simulate the given virtual hours and return the bench object. Raises :class:`~etude.errors.UserError` for too
+    few.
+    """
     if hours < FEWEST_HOURS:
         raise UserError(f"bench soak: --hours {hours}: growth can only be measured from {FEWEST_HOURS} hours on")
     began_s, samples = time.monotonic(), Samples(hour_s)
@@ -96,7 +98,7 @@ def bench_soak(hours: int, seed: int = 0, hour_s: float = HOUR_S) -> dict[str, J
 
 
 def long_run(seconds: float, seed: int) -> Scenario:
-    """A run of so many seconds on engines in two regions, with all kinds of faults but permanent ones."""
+    """A run of the given duration on engines in two regions, with all kinds of faults except permanent ones."""
     random, small = Random(f"soak {seed}"), draw(seed)
     kinds = [kind for kind in Kind if kind is not Kind.LOSE_ROLLOUTS]
     drawn = [(kinds[number % len(kinds)], number + random.random()) for number in range(round(seconds / FAULT_S))]

@@ -30,7 +30,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Contestant → the arguments of Python."""
 HELP_CPU_S = Goal("help_cpu_s", "at most", 0.15)
-"""Of `etude --help`."""
+"""Processor time of `etude --help`."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -62,10 +62,10 @@ LARGE_TRAINER_CORES, LARGE_RECEIVER_CORES = 16 * 32, 8 * 32
 
 @dataclass(frozen=True, kw_only=True)
 class SyncOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     layers: int = 6
-    """Of 11 MB each, and 8 MB beside them."""
+    """Layers of 11 MB each; the rest of the model has 8 MB."""
     steps: int = 5
     """Counted steps of each contestant but ``full``, which does one."""
     connections: int = 16
@@ -85,7 +85,7 @@ class SyncOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one step took."""
+    """Times and bytes of one step."""
 
     served_s: float
     """From the end of the step until the last engine served it."""
@@ -101,7 +101,7 @@ class Step:
     in_place_s: float
     """The pause of an engine without spare weights, which writes what changed; as ``pause_s`` for the others."""
     size_bytes: int
-    """Of the published objects, without records."""
+    """Bytes of the published objects, without records."""
     changed: int
     region_bytes: tuple[int, ...]
     """Over the link to each region, headers, polling and retransmissions included."""
@@ -109,7 +109,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What the codecs do on this machine, without a network: bytes of model per second of one core."""
+    """Speed of the codecs on this machine without a network: bytes of model per second of one core."""
 
     publish_bytes_per_s: float
     receive_bytes_per_s: float
@@ -175,7 +175,7 @@ def table(result: dict[str, Json]) -> str:
 
 @final
 class Cast:
-    """The processes of one contestant, and what they say; leaving it ends them."""
+    """The processes of one contestant, and their output; leaving it stops them."""
 
     def __init__(self, wan: Wan) -> None:
         self._wan = wan
@@ -353,9 +353,10 @@ def _link_row(source: str, target: str, measured: LinkMeasurement) -> dict[str, 
 
 
 def _computed(steps: Sequence[Step], rates: Rates, options: SyncOptions, bits_per_s: float) -> dict[str, Json]:
-    """A model of 1 TB with the same share of changes: coding, then the link twice, then applying, nothing overlapped.
+    """Extrapolation to a model of 1 TB with the same share of changes: coding, both links, then applying, without
+    overlap.
 
-    Round trips and requests are taken from the measured step: what is left of it without the bytes on the links.
+    Round trips and requests are those of the measured step, without the time of its bytes on the links.
     """
     size_bytes = statistics.median(step.size_bytes for step in steps)
     large_bytes = size_bytes / options.state_bytes * LARGE_MODEL_BYTES

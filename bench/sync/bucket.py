@@ -89,7 +89,7 @@ async def serve_bucket(
 
 
 def read(request: web.Request, bucket: str, objects: dict[str, Any]) -> web.Response | None:
-    """The answer to a plain GET of an object that is there, or to a list; ``None`` for what is moto's to answer.
+    """The answer to a plain GET of an existing object, or to a list; ``None`` for requests that moto answers.
 
     ``objects`` are moto's by key.
     """

@@ -33,7 +33,7 @@ COUNT = b"c"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkMeasurement:
-    """What one pair of sites gave."""
+    """Measurements of one pair of sites."""
 
     rtt_s: float
     """Median of small messages there and back, on an idle link."""

@@ -22,7 +22,7 @@ class LinkShape:
     loss: float
     """Share of the packets that are lost, each independently of the others and whatever its size."""
     queue_bytes: int
-    """What may wait for transmission; what comes on top is dropped."""
+    """Maximum bytes that wait for transmission; more are dropped."""
 
     def __post_init__(self) -> None:
         if self.delay_s < 0 or self.bits_per_s <= 0 or not 0 <= self.loss < 1 or self.queue_bytes < 1:
@@ -31,12 +31,12 @@ class LinkShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What one direction of a link has carried so far, IP headers included."""
+    """Traffic of one direction of a link so far, including IP headers."""
 
     packets: int = 0
-    """Sent into the link, delivered or not."""
+    """Packets sent into the link, delivered or not."""
     size_bytes: int = 0
-    """Of those packets: what the sender is billed for."""
+    """Bytes of these packets, which the sender pays for."""
     lost: int = 0
     """Packets lost at random."""
     dropped: int = 0
@@ -45,7 +45,7 @@ class Traffic:
     """Packets that found the link cut; they are not among those that were sent into it."""
 
     def since(self, before: "Traffic") -> "Traffic":
-        """What came after ``before``."""
+        """Traffic since ``before``."""
         return Traffic(
             packets=self.packets - before.packets,
             size_bytes=self.size_bytes - before.size_bytes,
@@ -68,7 +68,7 @@ class Link:
 
     @property
     def traffic(self) -> Traffic:
-        """What it has carried so far."""
+        """Traffic so far."""
         return Traffic(
             packets=self._packets,
             size_bytes=self._size_bytes,
@@ -78,7 +78,7 @@ class Link:
         )
 
     def cut(self) -> None:
-        """Carry nothing more until :meth:`heal`; what is under way still arrives. Senders are told nothing."""
+        """Stop carrying packets until :meth:`heal`; those in flight still arrive. Senders get no notice."""
         self._is_cut = True
 
     def heal(self) -> None:

@@ -41,7 +41,7 @@ from etude.types import TensorSpec
 from etude.weights.state import State, StoredTensor
 
 CACHE = Path("~/.cache/etude/bench")
-"""Where pairs are kept between calls, one folder per recipe."""
+"""Cache of pairs, one folder per recipe."""
 
 _MODEL = ModelSpec(
     vocab_size=4096,
@@ -55,7 +55,7 @@ _MODEL = ModelSpec(
 """17.5 million weights: the smallest model whose state fills several chunks."""
 
 _INIT_STD = 0.02
-"""Of matrices at the start; large models are initialised so, and the size of weights decides how many change."""
+"""Standard deviation of matrices at the start, as in large models; the size of weights determines how many change."""
 _MOST_CLIPPED_NORM = 1.0
 _WARMUP_STEPS = 20
 _LAYOUT_FILE = "tensors.json"
@@ -63,7 +63,7 @@ _LAYOUT_FILE = "tensors.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """How the pairs are made; equal rehearsals share a cache."""
+    """Parameters of the pairs; equal rehearsals share a cache."""
 
     model: ModelSpec = _MODEL
     corpus_bytes: int = 12_000_000
@@ -77,7 +77,7 @@ class Rehearsal:
     rates: tuple[float, ...] = (1e-6, 3e-6, 1e-5)
     """Learning rates of reinforcement learning, a pair for each."""
     steps: int = 16
-    """Policy-gradient steps; the pair is what is published before and after the last."""
+    """Policy-gradient steps; the pair is published before and after the last one."""
     samples: int = 8
     """G."""
     seed: int = 0
@@ -95,7 +95,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PublishedPair:
-    """What was published before and after one optimiser step, in bfloat16."""
+    """Weights published before and after one optimiser step, in bfloat16."""
 
     rate: float
     """The learning rate."""
@@ -108,7 +108,7 @@ class PublishedPair:
 
     @property
     def changed_share(self) -> float:
-        """Which part of all weights differs."""
+        """Share of all weights that differ."""
         return float(np.count_nonzero(self.old != self.new)) / len(self.old)
 
     def states(self) -> tuple[State, State]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from etude.types import Json  # with it comes numpy, and numpy's threads keep us from making a user namespace
 
 FIRST_ADDRESS = IPv4Address("10.77.0.1")
-"""Of the first site; the others follow."""
+"""Address of the first site; the others follow."""
 NETMASK = IPv4Address("255.255.0.0")
 DEVICE = "wan"
 """The name of the tunnel device in every site."""
@@ -44,9 +44,9 @@ COALESCE_S = 0.0005
 BURST = 64
 """Packets read from one site before the others get their turn."""
 PRIORITY = -10
-"""Asked for, not required: on a busy machine a router that has to wait makes the links worse than they claim to be."""
+"""Requested, not required: on a busy machine a delayed router makes links worse than specified."""
 MOST_MESSAGE_BYTES = 1 << 16
-"""Of the control socket."""
+"""Size limit of the control socket's messages."""
 REPORT, CUT, HEAL = "report", "cut", "heal"
 """Messages to the router; the last two are followed by a site."""
 
@@ -70,14 +70,14 @@ class RouterPlan:
 
     sites: tuple[str, ...]
     link: LinkShape
-    """Of every direction between two sites that are not among ``pairs``."""
+    """Shape of every direction between two sites that are not in ``pairs``."""
     pairs: tuple[PairLink, ...] = ()
     mtu: int
     """Largest packet, in bytes."""
     seed: int
 
     def to_json(self) -> str:
-        """As an argument of a process."""
+        """The settings as a process argument."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -90,7 +90,7 @@ class RouterPlan:
         return cls(**{**tree, "sites": tuple(tree["sites"]), "link": LinkShape(**tree["link"]), "pairs": pairs})
 
     def shape(self, one: str, other: str) -> LinkShape:
-        """Of either direction between two sites."""
+        """Shape of either direction between two sites."""
         return next((pair.link for pair in self.pairs if set(pair.sites) == {one, other}), self.link)
 
 
@@ -145,13 +145,13 @@ class Router:
                 link.heal()
 
     def _pause_s(self) -> float | None:
-        """How long nothing needs to be delivered; ``None`` while nothing is under way."""
+        """Time until the next delivery; ``None`` if no packet is in flight."""
         if not self._flying:
             return None
         return max(COALESCE_S, self._flying[0][0] - time.monotonic())
 
     def _take(self, device: int) -> None:
-        """Send what a site has ready into its links."""
+        """Send a site's pending packets into its links."""
         source = self._sites[device]
         for _ in range(BURST):
             try:
@@ -167,7 +167,7 @@ class Router:
                 heapq.heappush(self._flying, (arrival_s, self._sent, self._devices[target], packet))
 
     def _target(self, packet: bytes) -> str | None:
-        """The site a packet is for; ``None`` for what is not ours to carry, such as IPv6 and multicast."""
+        """The destination site of a packet; ``None`` for packets that are not forwarded, such as IPv6 and multicast."""
         if len(packet) < HEADER_BYTES or packet[0] >> 4 != IPV4:
             return None
         return self._by_address.get(packet[DESTINATION_AT:HEADER_BYTES])
@@ -259,9 +259,9 @@ def _raise_errno(call: str) -> None:
 
 
 def main(plan: RouterPlan, control: socket.socket) -> None:
-    """Make the sites, send their namespaces (the users' first, if there is one), then forward.
+    """Create the sites, send their namespaces (the users' first, if there is one), then forward.
 
-    When they cannot be made the message says why and carries no descriptors.
+    If they cannot be created, the message has the reason and no descriptors.
     """
     die_with_parent()
     with suppress(OSError):

@@ -42,15 +42,15 @@ BUCKET = "sync"
 POLL_S = 0.05
 """Between looks at a store that had nothing new; over the long distance the round trips come on top."""
 COMPUTE_S = 1.0
-"""Stands for the next forward and backward pass, during which nobody writes to published tensors."""
+"""Pause for the next forward and backward pass, during which published tensors do not change."""
 RELOADS = 5
 BUNDLE_BYTES = 8 << 20
-"""Tensors travel together until there are so many bytes: a request for each would cost the round trips of it."""
+"""Maximum bytes of tensors sent together: a request for each would cost its round trips."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SitePlan:
-    """What a program has to know."""
+    """Configuration of a program."""
 
     contestant: str
     """``etude``, ``full`` or ``xor``."""
@@ -64,7 +64,7 @@ class SitePlan:
     """To the bucket, per process."""
 
     def to_json(self) -> str:
-        """As an argument of a program."""
+        """The plan as a program's argument."""
         return json.dumps(asdict(self))
 
     def origin(self) -> Objects:
@@ -177,7 +177,7 @@ def receive_etude(plan: SitePlan) -> None:
 
 
 def train_plain(plan: SitePlan) -> None:
-    """Encode, upload, and go on when that is done."""
+    """Encode and upload, and return when that is done."""
     weights = TrainedWeights(plan.layers, plan.seed)
     store = plan.origin()
     _say(event="ready")
@@ -232,7 +232,7 @@ def receive_plain(plan: SitePlan) -> None:
 
 
 def _packets(contestant: str, old: State, new: State) -> Sequence[bytes]:
-    """What one version is sent as: encoded tensors, bundled into objects of a size that stores like."""
+    """The objects of one version: encoded tensors, bundled to a size that suits stores."""
     if contestant == "xor":
         from bench.weights.contestants import XorContestant
 

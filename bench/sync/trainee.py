@@ -70,7 +70,7 @@ class TrainedWeights:
 
 @final
 class ReloadedModel:
-    """An engine's model that takes new weights the usual way: all of them, through its loader, while nobody samples."""
+    """An engine's model that reloads new weights in full, through its loader, while sampling is paused."""
 
     def __init__(self, layers: int) -> None:
         self._spec = model_spec(layers)

@@ -47,17 +47,17 @@ if TYPE_CHECKING:
     from etude.types import Json  # with it comes numpy, and numpy's threads may not enter a user namespace
 
 START_S = 20.0
-"""How long the router may take to make the sites, or to answer."""
+"""Maximum time until the router has created the sites, or answers."""
 STOP_S = 60.0
-"""How long processes may take to end once they are asked to."""
+"""Maximum time until processes end after a stop signal."""
 
 Stream: TypeAlias = int | IO[bytes] | None
-"""Where a process reads from or writes to, as in :mod:`subprocess`."""
+"""Standard input or output of a process, as in :mod:`subprocess`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WanShape:
-    """What a link between two sites is like; the same in both directions."""
+    """Shape of a link between two sites; the same in both directions."""
 
     rtt_s: float = 0.08
     """There and back, half of it each way, on an idle link."""
@@ -72,7 +72,7 @@ class WanShape:
 
     @property
     def queue_bytes(self) -> int:
-        """What may wait to be sent: one bandwidth-delay product."""
+        """Maximum bytes that wait to be sent: one bandwidth-delay product."""
         return max(16 * self.mtu, int(self.rtt_s * self.bits_per_s / 8))
 
     @property
@@ -85,12 +85,12 @@ class WanShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterState:
-    """How the emulation is doing."""
+    """State of the emulation."""
 
     cpu_s: float
     """Processor time it has taken so far."""
     mean_late_s: float
-    """By how much packets arrived later than the link says, on average."""
+    """Mean delay of packets beyond the link's own."""
     latest_s: float
     """And at worst."""
 
@@ -168,13 +168,12 @@ class Wan:
         return process
 
     def traffic(self, source: str, target: str) -> Traffic:
-        """What went from one site to another so far."""
+        """Traffic from one site to another so far."""
         return parse_traffic(self._report())[source, target]
 
     def cut(self, site: str) -> None:
-        """Carry nothing to or from a site until :meth:`heal`: what is sent vanishes, and nobody is told.
-
-        Raises ``ValueError`` for an unknown site.
+        """Drop all packets to and from a site until :meth:`heal`, without notice. Raises ``ValueError`` for an unknown
+        site.
         """
         self._order(CUT, site)
 
@@ -183,7 +182,7 @@ class Wan:
         self._order(HEAL, site)
 
     def router(self) -> RouterState:
-        """How the emulation is doing."""
+        """State of the emulation."""
         report = self._report()
         cpu_s, mean_late_s, latest_s = (float(str(report[name])) for name in ("cpu_s", "mean_late_s", "latest_s"))
         return RouterState(cpu_s=cpu_s, mean_late_s=mean_late_s, latest_s=latest_s)
@@ -253,7 +252,7 @@ class Wan:
 
     @staticmethod
     def _end_router(router: subprocess.Popen[bytes]) -> None:
-        """It ends by itself once the control socket is closed."""
+        """Wait for its end: it exits once the control socket is closed."""
         try:
             router.wait(STOP_S)
         except subprocess.TimeoutExpired:

@@ -108,7 +108,7 @@ def bench_templates(folder: Path | None = None) -> dict[str, Json]:
 
 
 def table(result: dict[str, Json]) -> str:
-    """Each source, the templates of which something is not read, and what vLLM's cases come to."""
+    """Each source, its templates with unread parts, and the results on vLLM's cases."""
     rows = [row for row in results_of(result) if "missing" not in row]
     columns = ("contestant", "version", "templates", "with calls", "read back", "wholly")
     problems = [row for row in results_of(result, "templates") if row["problem"] and row["rendered"]]

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from etude.types import Json
 
 Definitions: TypeAlias = dict[str, ast.expr]
-"""Names of a module → what they stand for; functions that only return something are lambdas."""
+"""Names of a module → their values; functions that only return something are lambdas."""
 CALL_FIELDS = ("function", "name", "arguments")
 """Fields by which calls are compared."""
 EXPECTED = ("expected_tool_calls", "expected")

@@ -66,7 +66,7 @@ MOE_1B = BenchModel(
         tied=False,
     ),
 )
-"""What a GPU trains: about a billion parameters, 32 experts, 4 per token."""
+"""Model of a GPU: about a billion parameters, 32 experts, 4 per token."""
 
 DENSE_135M = BenchModel(
     name="dense-135m",
@@ -85,27 +85,27 @@ DENSE_135M = BenchModel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     contestants: tuple[str, ...]
     model: BenchModel
     setup: Setup
-    """Of everybody, but for the contestant and the folder."""
+    """Options of all contestants, except name and folder."""
     apart: bool = False
     """True if contestants run one after the other also on a CPU, whose memory may not hold all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one contestant did."""
+    """Results of one contestant."""
 
     contestant: str
     seconds: tuple[float, ...] = ()
-    """Of each step, without the first."""
+    """Seconds of each step, without the first."""
     tokens: int = 0
-    """Of one step."""
+    """Tokens of one step."""
     flops: float = 0.0
-    """That one step needs."""
+    """Operations that one step needs."""
     peak: float = 0.0
     """Operations per second of the machine."""
     memory_bytes: int | None = None
@@ -121,11 +121,11 @@ class Row:
 
     @property
     def peak_share(self) -> float:
-        """Of the peak, what the model needed."""
+        """Needed operations as a share of the peak."""
         return self.flops / statistics.median(self.seconds) / self.peak
 
     def to_json(self) -> dict[str, Json]:
-        """As printed."""
+        """The printed row."""
         row: dict[str, Json] = {"contestant": self.contestant, "missing": self.missing}
         if self.missing is not None:
             return row
@@ -142,9 +142,9 @@ class Row:
 
 
 def trainer_options(contestants: tuple[str, ...] | None = None, *, quick: bool = False) -> TrainerOptions:
-    """The options of a call on this machine; ``None`` stands for all contestants, or ours alone where it is ``quick``.
+    """Options of a call on this machine; ``None`` stands for all contestants, or only ours if ``quick``.
 
-    What is quick says that everything runs, not how fast. Raises :class:`~etude.errors.UserError` for an unknown one.
+    A quick call checks that everything runs, not its speed. Raises :class:`~etude.errors.UserError` for an unknown one.
     """
     on_card = torch.cuda.is_available()
     everyone = tuple(
@@ -268,7 +268,7 @@ def table(result: dict[str, Json]) -> str:
 
 
 async def _measure(options: TrainerOptions, scratch: Path, rows: dict[str, Row]) -> None:
-    """Everyone, side by side where there is room for it; ``rows`` are what is known by now."""
+    """Measure all contestants, concurrently if there is room; ``rows`` has the results so far."""
     names = options.contestants
     heats = [(name,) for name in names] if options.apart or options.setup.device != "cpu" else [names]
     for heat in heats:

@@ -16,10 +16,11 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, final
 
 Settings: TypeAlias = dict[str, str | int | float | bool]
-"""How a contestant was set up, as reports print it."""
+"""Setup of a contestant, for reports."""
 
 SHORTEST, MEDIAN, SPREAD = 32, 180, 0.6
-"""Of the lengths of sequences, log-normal as rollouts' are: most are short, some are several times as long."""
+"""Minimum, median and spread of the log-normal lengths of sequences, as in rollouts: most are short, some several times
+as long."""
 SAMPLED_SHARE = 0.4
 """Tokens that a model sampled, which alone have a loss; they come in turns."""
 TURN = 20
@@ -33,23 +34,23 @@ LEARNING_RATE, BETAS, CLIP_NORM = 1e-4, (0.9, 0.95), 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a contestant starts with; travels to its process as JSON."""
+    """Start parameters of a contestant; sent to its process as JSON."""
 
     contestant: str
     folder: str
     """The Hugging Face checkpoint."""
     device: str
     dtype: str
-    """Of the forward pass; parameters and moments are float32."""
+    """Type of the forward pass; parameters and moments are float32."""
     threads: int
     vocabulary: int
     sequences: int
-    """Of one step."""
+    """Sequences of one step."""
     longest: int
     microbatch_tokens: int
-    """Of one forward and backward pass, padding included, and no more rows than would fit at their longest."""
+    """Tokens of one forward and backward pass, including padding; and no more rows than would fit at their longest."""
     steps: int
-    """That are timed, after one that is not."""
+    """Timed steps, after an untimed one."""
     seed: int
     conversations: bool = False
     """True for SFT: the sequences are short conversations with one system message."""
@@ -60,7 +61,7 @@ class Setup:
 
     @property
     def rows(self) -> int:
-        """Of one pass of those who count rows."""
+        """Rows of one pass, for contestants that count rows."""
         return max(1, self.microbatch_tokens // self.longest)
 
 
@@ -73,7 +74,7 @@ class Example:
 
 
 def sequences(setup: Setup) -> list[Example]:
-    """Those of every step, longest first: equal for equal seeds, everywhere."""
+    """The sequences of every step, longest first: equal for equal seeds on every machine."""
     source = random.Random(setup.seed)
     if setup.conversations:
         system = _random_ids(source, SYSTEM, setup.vocabulary)
@@ -126,7 +127,7 @@ class Contestant(Protocol):
 
     @property
     def settings(self) -> Settings:
-        """What was chosen, with versions."""
+        """Settings, with versions."""
         ...
 
     def run(self, turns: Turns) -> None:
@@ -170,7 +171,7 @@ class Etude:
         }
 
     def run(self, turns: Turns) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         from etude.trainer.losses import Totals
 
         totals = Totals(
@@ -220,7 +221,7 @@ class EtudeSft:
         }
 
     def run(self, turns: Turns) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         for step in range(1, self._steps + 2):
             turns.begin()
             self._trainer.step(step, [self._documents])
@@ -289,7 +290,7 @@ class Transformers:
         }
 
     def run(self, turns: Turns) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         setup, examples = self._setup, self._examples()
         arguments = self._arguments(
             output_dir=str(Path(setup.folder) / "trainer"),

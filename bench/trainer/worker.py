@@ -17,7 +17,7 @@ from typing import IO, Any, final
 from bench.trainer.contestants import CONTESTANTS, Setup
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-"""Where Linux says how much memory a process had at the most, and forgets it."""
+"""Linux's files that report, and reset, the peak memory of a process."""
 PEAK_ROUNDS = 2
 """Products of each size before each step; the fastest of all counts."""
 
@@ -41,7 +41,7 @@ class Turns:
         self._started_s = time.perf_counter()
 
     def end(self) -> None:
-        """Say how long it took."""
+        """Report the duration of a step."""
         settle(self._setup.device)
         seconds = time.perf_counter() - self._started_s
         self.tell(seconds=seconds, peak=self._peak, memory_bytes=most_memory(self._setup.device))
@@ -92,7 +92,7 @@ def most_memory(device: str) -> int | None:
 
 
 def settle(device: str) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has completed its work."""
     if device != "cpu":
         import torch
 

@@ -40,7 +40,7 @@ class Condition:
     """A skill that is to be found out."""
 
     keys: tuple[str, ...]
-    """What the recipe changes: the task, and all that the imitated agent does every time."""
+    """Recipe changes: the task, and the skills that the imitated agent always uses."""
     rate: str
     """Key of the probability with which the imitated agent has the skill."""
 
@@ -67,7 +67,7 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
         ),
     }
 )
-"""Name → who tells what is missing: the failing test, a search, the error of a call."""
+"""Condition → source of the missing information: the failing test, a search, the error of a call."""
 RATES = (0.05, 0.02, 0.01, 0.0)
 """Shares of sessions in which the skill is imitated, where it applies."""
 AIDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -92,7 +92,7 @@ MEASURED = ("pass_before", "pass_after", "greedy_before", "greedy_after")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What is tried on every seed."""
+    """A condition, a rate and an aid, run on every seed."""
 
     condition: str
     rate: float
@@ -164,7 +164,7 @@ def chosen_cells(
 def bench_exploration(
     recipe: Path, out: Path, *, seeds: Sequence[int], cells: Sequence[Cell], overrides: Sequence[str] = ()
 ) -> dict[str, Json]:
-    """Run what is left of all trials in ``out``, seed after seed, and return the bench object."""
+    """Run the remaining trials in ``out``, seed by seed, and return the bench object."""
     trials: list[Trial] = []
     with so_far() as measured:
         for seed, cell in product(seeds, cells):
@@ -174,7 +174,9 @@ def bench_exploration(
 
 
 def figures(trials: Sequence[Trial]) -> dict[str, Json]:
-    """A row for each trial, and for each cell the means over its seeds; nothing is judged: what is not found counts."""
+    """A row for each trial, and the means over seeds for each cell; nothing is judged: failures to find a skill count
+    too.
+    """
     by_cell = sorted(trials, key=lambda trial: str(trial.cell))
     cells = {cell: list(members) for cell, members in groupby(by_cell, key=lambda trial: trial.cell)}
     in_order = dict.fromkeys(trial.cell for trial in trials)
@@ -225,7 +227,7 @@ def _share(text: str) -> float:
 
 
 def _trial(recipe: Path, out: Path, seed: int, cell: Cell, overrides: Sequence[str]) -> Trial:
-    """Run, or go on, or read what is there."""
+    """Run, continue, or read the stored result."""
     config = trial_config(recipe, seed, cell, overrides)
     unaided = Cell(condition=cell.condition, rate=cell.rate, aid="none")
     name = f"s{seed}-{cell.condition}-{cell.rate:g}"

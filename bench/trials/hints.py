@@ -41,9 +41,9 @@ from etude.types import Group, Json, Rollout
 HABIT = ("tasks.options.bad_call=0.8", "tasks.options.reminded=0.2")
 """The agent of mid-training: most edits are written wrongly at first, none of those right behind a reminder."""
 COST = ("effort.weight=0.05", "effort.prices.calls=1.0")
-"""What the reward says of it, with and without hints: a call costs a twentieth of what a passed task is worth."""
+"""Reward terms, with and without hints: a malformed call costs a twentieth of a passed task."""
 RULE = f'{{name = "edit style", where = "said", pattern = "^edit [^ ]+:[0-9]", text = "{REMINDER}"}}'
-"""Which turns are taught, and what the teacher is told."""
+"""Rule that selects the hinted turns, and the teacher's hint."""
 ALONE, HINTED = "reward alone", "hints"
 """The contestants."""
 GONE = 0.05
@@ -69,7 +69,7 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run: a seed, a weight, and what came of it."""
+    """One run: a seed, a weight, and the results."""
 
     seed: int
     weight: float
@@ -78,16 +78,16 @@ class Trial:
     """Held-out pass rate, sampled."""
     after: float
     seconds: float
-    """Of RL and the measurements around it."""
+    """Seconds of RL and its evaluations."""
 
     @property
     def contestant(self) -> str:
-        """Which of the two."""
+        """Name of the arm."""
         return HINTED if self.weight else ALONE
 
     @property
     def steps_until_gone(self) -> int | None:
-        """How many steps were taken before the habit was gone for ``LASTING`` of them; ``None``: it never was."""
+        """Number of steps until the habit was gone for ``LASTING`` steps; ``None``: it never was."""
         return gone_after([step.malformed for step in self.steps])
 
 
@@ -108,7 +108,7 @@ def bench_hints(
 ) -> dict[str, Json]:
     """Run every seed without hints and with hints of ``weight``, and return the bench object.
 
-    Run folders are kept in ``out``; what an earlier call finished there is read, what it began goes on.
+    Run folders are stored in ``out``; finished runs are read, unfinished ones are continued.
     """
     if not weight > 0:
         raise UserError(f"bench hints: a weight of {weight:g} teaches nothing; it must be above 0")
@@ -132,13 +132,13 @@ def table(result: dict[str, Json]) -> str:
 
 
 def gone_after(shares: Sequence[float]) -> int | None:
-    """How many steps come before the first ``LASTING`` ones whose mean is below ``GONE``."""
+    """Number of steps before the first ``LASTING`` ones whose mean is below ``GONE``."""
     starts = range(len(shares) - LASTING + 1)
     return next((start for start in starts if statistics.fmean(shares[start : start + LASTING]) < GONE), None)
 
 
 def _trial(recipe: Path, out: Path, seed: int, weight: float, overrides: Sequence[str]) -> Trial:
-    """Run, or go on, or read what is there."""
+    """Run, continue, or read the stored result."""
     common = [*HABIT, *COST, *overrides, f"seed={seed}"]
     distilled = [f"hints.weight={weight}", "hints.tools=false", f"hints.rules=[{RULE}]"] if weight else []
     config = load_recipe(recipe, [*common, *distilled])
@@ -170,7 +170,7 @@ def _batches(groups: Iterator[Group], size: int) -> Iterator[list[Group]]:
 
 
 def step_figures(groups: Sequence[Group]) -> StepFigures:
-    """Of the rollouts of some groups; errors are over groups, whose rollouts are of one task."""
+    """Statistics of some groups' rollouts; errors are over groups, since the rollouts of a group have one task."""
     malformed = [_malformed(group.rollouts) for group in groups]
     passed = [statistics.fmean(rollout.reward or 0.0 for rollout in group.rollouts) for group in groups]
     return StepFigures(

@@ -45,7 +45,7 @@ REFERENCE = "plain"
 """The format that others are compared with: experts in bfloat16 like all other weights."""
 FORMATS = ("fp8", "mxfp8", "nvfp4")
 MAX_SHORTFALL = 0.02
-"""What a format may lose against the reference, as a share of the tasks: two points."""
+"""Maximum loss of a format against the reference, as a share of the tasks: two points."""
 WAYS = ("sampled", "greedy")
 TaskRewards: TypeAlias = Mapping[str, tuple[str, float]]
 """Id of a held-out task → its template and its reward."""
@@ -53,7 +53,7 @@ TaskRewards: TypeAlias = Mapping[str, tuple[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run: a seed, a format, and what came of it."""
+    """One run: a seed, a format, and the results."""
 
     seed: int
     experts: str
@@ -64,14 +64,14 @@ class Trial:
     k3: float
     """Mean mismatch over the steps."""
     seconds: float
-    """Of RL and both measurements."""
+    """Seconds of RL and both evaluations."""
 
     def passed(self, way: str) -> float:
         """The pass rate after RL."""
         return mean_reward(self.rewards[way])
 
     def gain(self, way: str) -> float:
-        """How much of it RL brought."""
+        """Gain from RL."""
         return self.passed(way) - self.before[way]
 
 
@@ -93,7 +93,7 @@ def bench_quantised(
 ) -> dict[str, Json]:
     """Run every seed in every format, the reference first, and return the bench object.
 
-    Run folders are kept in ``out``; what an earlier call finished there is read, what it began goes on.
+    Run folders are stored in ``out``; finished runs are read, unfinished ones are continued.
     """
     if unknown := sorted(set(formats) - set(FORMATS)):
         raise UserError(f"bench quantised: no format {unknown[0]!r}; there are {', '.join(FORMATS)}")
@@ -116,7 +116,7 @@ def table(result: dict[str, Json]) -> str:
 
 
 def _trial(recipe: Path, out: Path, seed: int, experts: str, overrides: Sequence[str]) -> Trial:
-    """Run, or go on, or read what is there."""
+    """Run, continue, or read the stored result."""
     settings = [*overrides, f"seed={seed}", "numerics.dtype=bfloat16", f"numerics.experts={experts}"]
     config = load_recipe(recipe, settings)
     path = out / f"s{seed}-{experts}"
@@ -187,10 +187,10 @@ def _row(trial: Trial, reference: Trial) -> dict[str, Json]:
 
 
 def _judged(trials: Sequence[Trial], experts: str) -> dict[str, Json]:
-    """How much less a format gains of the sampled pass rate on average; negative: it gains more.
+    """Mean difference of the reference's and a format's gain in sampled pass rate; negative: the format gains more.
 
-    The gain is what is learnt: rounding a model that was mid-trained in float32 costs some points before RL begins.
-    What is left in the end is told beside it.
+    The gain is what RL teaches: rounding a model that was mid-trained in float32 costs some points before RL begins.
+    The final pass rate is printed beside it.
     """
     pairs = [(trial, _reference(trials, trial.seed)) for trial in trials if trial.experts == experts]
     end, error = paired([(other.rewards["sampled"], trial.rewards["sampled"]) for trial, other in pairs])

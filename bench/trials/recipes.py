@@ -35,12 +35,12 @@ RECIPES = Path("recipes")
 EXPECTED = "expected.json"
 WAYS = ("sampled", "greedy")
 BELOW = Goal("below", "at most", 0)
-"""Figures that are below what was to be expected."""
+"""Figures that are below their expected interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Where the next seed's gain is expected, with 95 %."""
+    """The 95 % interval for the next seed's gain."""
 
     low: float
     high: float
@@ -48,7 +48,7 @@ class Expectation:
     """Committed seeds that it is made of."""
 
     def place(self, gain: float) -> str:
-        """Where a gain is."""
+        """Position of a gain relative to its interval."""
         return "below" if gain < self.low else "above" if gain > self.high else "inside"
 
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 def bench_recipes(
     recipes: Sequence[str], out: Path, seed: int | None = None, *, place: Path = RECIPES
 ) -> dict[str, Json]:
-    """Run recipes of a folder, and return the bench object. Runs are kept in ``out``; what was begun there goes on.
+    """Run recipes of a folder, and return the bench object. Runs are stored in ``out`` and continued there.
 
     Raises :class:`~etude.errors.UserError` for a recipe without committed reports, and for a committed seed.
     """

@@ -34,18 +34,19 @@ from etude.run.folder import RunFolder
 from etude.types import Json
 
 TRAINED, UNTRAINED, TRUNCATED, UNLIMITED = ARMS = ("trained", "untrained", "truncated", "unlimited")
-"""What is compared."""
+"""The compared arms."""
 START_OF = {TRAINED: TRAINED, UNTRAINED: TRAINED, TRUNCATED: TRUNCATED, UNLIMITED: UNLIMITED}
 """Arm → whose mid-training it begins from: what it imitates depends on the harness, and not on how RL learns."""
 OF_SUMMARIES = ("summary_request", "max_tokens_per_summary")
 OF_RESTARTS = ("summary_at_tokens", "max_summaries", *OF_SUMMARIES)
 """Keys of ``[harness.options]`` that would have no effect in an arm without them."""
 LINE_TOKENS = 8
-"""Of a line of a page, its number, its end and its share of the marks around a message included; six are usual."""
+"""Tokens of a line of a page, including its number, its end and its share of the marks around a message; usually six.
+"""
 LIFT = Goal("lift", "at least", 0.20)
-"""How much more of the held-out tasks each seed solves after RL."""
+"""Increase of solved held-out tasks by RL, for each seed."""
 RECALL = Goal("recall_gain", "at least", 0.10)
-"""How much more of what is needed its summaries keep."""
+"""Increase of needed facts that its summaries keep."""
 _MEASURED = ("pass_before", "pass_after", "stderr", "greedy_before", "greedy_after", "greedy_stderr", "recall_before",
              "recall_after")  # fmt: skip
 _COLUMNS = ("contestant", "seed", *_MEASURED, "rl_s", "total_s")
@@ -53,20 +54,20 @@ _COLUMNS = ("contestant", "seed", *_MEASURED, "rl_s", "total_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run: an arm, a seed, and what came of it."""
+    """One run: an arm, a seed, and the results."""
 
     arm: str
     seed: int
     heldout: Mapping[str, float | None]
-    """Of the run's report: the pass rates of ``_MEASURED`` before and after, sampled at temperature 1 and greedily, the
-    standard errors of their differences, and recall, ``None`` where nothing was summarised that could have been kept.
-    """
+    """From the run's report: the pass rates of ``_MEASURED`` before and after, sampled at temperature 1 and greedily,
+    the standard errors of their differences, and recall, ``None`` if there was no summary that could have kept a
+    fact."""
     rl_s: float
     seconds: float
     """All of it, but for mid-training that another arm did."""
 
     def gain(self, measure: str) -> float | None:
-        """How much more there is of ``pass``, ``greedy`` or ``recall`` after RL."""
+        """Increase of ``pass``, ``greedy`` or ``recall`` by RL."""
         before, after = self.heldout[f"{measure}_before"], self.heldout[f"{measure}_after"]
         return None if before is None or after is None else after - before
 
@@ -87,9 +88,8 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 def bench_summaries(
     recipe: Path, out: Path, *, seeds: Sequence[int], arms: Sequence[str] = ARMS, overrides: Sequence[str] = ()
 ) -> dict[str, Json]:
-    """Run what is left of all trials in ``out``, and return the bench object.
-
-    Raises :class:`~etude.errors.UserError` for an arm that there is not.
+    """Run the remaining trials in ``out``, and return the bench object. Raises :class:`~etude.errors.UserError` for an
+    unknown arm.
     """
     for arm in arms:
         if arm not in ARMS:
@@ -103,7 +103,7 @@ def bench_summaries(
 
 
 def arm_config(recipe: RunConfig, arm: str) -> RunConfig:
-    """What an arm changes. Raises :class:`~etude.errors.ConfigError` where that does not fit to the recipe."""
+    """Recipe changes of an arm. Raises :class:`~etude.errors.ConfigError` if they do not fit the recipe."""
     tree: dict[str, Any] = recipe.model_dump(mode="json")
     harness = tree["harness"]["options"]
     match arm:
@@ -150,7 +150,7 @@ def _without(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
 
 
 def _trial(recipe: Path, out: Path, seed: int, arm: str, overrides: Sequence[str]) -> Trial:
-    """Run, or go on, or read what is there."""
+    """Run, continue, or read the stored result."""
     config = arm_config(load_recipe(recipe, [*overrides, f"seed={seed}"]), arm)
     path = out / f"s{seed}-{arm}"
     start = out / f"s{seed}-{START_OF[arm]}-start"

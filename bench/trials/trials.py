@@ -28,7 +28,7 @@ def midtrained(path: Path, config: RunConfig) -> RunFolder:
 
 
 def report_of(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
-    """What a run's events come to; of no machine and no date, which are the bench's to name."""
+    """Results of a run's events; without machine and date, which the bench adds."""
     metrics = RunMetrics()
     for logged in EventReader(folder.events).new():
         metrics.add(logged)

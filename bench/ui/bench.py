@@ -54,7 +54,7 @@ FILTERS: Mapping[str, str] = MappingProxyType(
 """Name of a filter → its query."""
 TRIES = 3
 STEP_S = 1.0
-"""Interval at which the run goes on by a step while the server's time is taken: faster than most runs are."""
+"""Interval of the run's steps while the server's time is measured: shorter than in most runs."""
 START_S = 60.0
 LEAST_CHARTS = 12
 """Charts over steps below the first two."""
@@ -149,7 +149,7 @@ def _filter(tab: Page, query: str) -> float:
 
 
 def _share(server: int, seconds: float, folder: RunFolder | None = None, step: int = 0) -> float:
-    """CPU seconds of the server per second, while a run stands still or goes on from a step."""
+    """CPU seconds of the server per second, while a run stands still or continues from a step."""
     with ExitStack() as stack:
         writer = None
         if folder is not None:

@@ -93,7 +93,7 @@ class SyntheticRun:
         self._skills = {name: chance.uniform(0.75, 1.2) for name in TEMPLATES}
 
     def begin(self) -> None:
-        """Everything before the first step of RL."""
+        """All events before the first step of RL."""
         logs, chance = self._logs, self._chance
         logs["supervisor"].write(RunStarted(resumed=False))
         for phase, steps, first, last in IMITATION:
@@ -174,7 +174,7 @@ class SyntheticRun:
         )
 
     def end(self) -> None:
-        """Everything after the last step."""
+        """All events after the last step."""
         self._logs["supervisor"].write(PhaseStarted(phase="eval-after"))
         self.evaluate("after", self._steps)
         self._logs["supervisor"].write(PhaseStarted(phase="done"))

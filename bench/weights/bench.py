@@ -57,16 +57,16 @@ BYTES_VS_ENTROPY = Goal("bytes_vs_entropy", "at most", 1.10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What there was to encode."""
+    """A pair of states to encode."""
 
     rate: float
     """The learning rate that lies between the two states."""
     copies: int
-    """How often the real pair is in it."""
+    """Number of copies of the real pair in it."""
     state_bytes: int
     """Size of one state."""
     floors: Floors
-    """Of the real pair."""
+    """Floors of the real pair."""
 
     @property
     def changed(self) -> int:
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def changed_share(self) -> float:
-        """Which part of all weights differs."""
+        """Share of all weights that differ."""
         return _WEIGHT_BYTES * self.changed / self.state_bytes
 
     @property
@@ -86,7 +86,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one contestant did in one case; ``None`` is what it does not have."""
+    """Results of one contestant in one case; ``None``: not available."""
 
     contestant: str
     case: Case
@@ -97,7 +97,7 @@ class Row:
     """Why it could not run."""
 
     def to_json(self) -> dict[str, Json]:
-        """As printed."""
+        """The printed row."""
         case = self.case
         is_change = self.size_bytes is not None and self.size_bytes < case.state_bytes / 2
         change = self.size_bytes if is_change else None
@@ -144,7 +144,7 @@ def publish_into_memory(first: State) -> Iterator[Callable[[State], int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who is measured, and how often."""
+    """Contestants, and numbers of repetitions."""
 
     contestants: Sequence[DeltaContestant] = CONTESTANTS
     repeats: int = 3
@@ -154,7 +154,7 @@ class Plan:
     start_publishing: StartPublishing = publish_into_memory
 
     def wants_more(self, seconds: Sequence[float]) -> bool:
-        """Whether runs that took ``seconds`` are too few or too short."""
+        """True if runs that took ``seconds`` are too few or too short."""
         return len(seconds) < self.repeats or (sum(seconds) < self.least_s and len(seconds) < MOST_RUNS)
 
 
@@ -282,7 +282,7 @@ def _copy(source: npt.NDArray[np.uint16], target: npt.NDArray[np.uint16]) -> flo
 
 
 def publish_all_in(plan: Plan, case: Case, old: State, new: State) -> Row:
-    """What publishing a version costs; there and back again, so that every run has the same change to publish."""
+    """Cost of publishing a version; alternates between two states, so that every run publishes the same change."""
     seconds: list[float] = []
     sizes: list[int] = []
     with plan.start_publishing(old) as publish:
@@ -322,7 +322,7 @@ def _goals(rows: Sequence[Row]) -> dict[str, Json]:
 
 
 def _of_floor(row: Row) -> float:
-    """How many times its own floor one of our codecs needs on a real pair; 0 for other rows."""
+    """Size from one of our codecs on a real pair, as a multiple of its floor; 0 for other rows."""
     if row.case.copies > 1:
         return 0.0
     if row.contestant == "etude-gaps":
@@ -341,7 +341,7 @@ def _bytes(row: Row) -> float:
 
 
 def _ratio(one: float | None, other: float | None, digits: int | None = None) -> float | None:
-    """``one / other``, to so many digits if told; ``None`` when either is missing or there is nothing to divide by."""
+    """``one / other``, optionally rounded; ``None`` if either is missing or the divisor is 0."""
     if one is None or not other:
         return None
     return one / other if digits is None else round(one / other, digits)

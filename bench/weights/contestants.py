@@ -30,7 +30,7 @@ from etude.weights.digest import Digest
 from etude.weights.state import Element, State, StoredTensor
 
 Packets: TypeAlias = Sequence[bytes | memoryview]
-"""What goes over the wire."""
+"""Encoded bytes."""
 
 ZSTD_LEVEL = 1
 _LATENESS_NAME = "_CANDIDATE_WAIT_MULTIPLIER"
@@ -41,7 +41,7 @@ class DeltaContestant(Protocol):
 
     @property
     def name(self) -> str:
-        """As rows and goals spell it."""
+        """Name in rows and goals."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class DeltaContestant(Protocol):
         ...
 
     def encode(self, old: State, new: State) -> Packets:
-        """What someone who has ``old`` needs to have ``new``."""
+        """Bytes that a receiver with ``old`` needs for ``new``."""
         ...
 
     def decode(self, packets: Packets, current: State) -> State:
@@ -61,9 +61,8 @@ class DeltaContestant(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class FrameContestant:
-    """One codec of ours. Digests are left out: what they cost is part of the all-in figure.
-
-    So is the layout, which stays the same from version to version: it is made once per state and kept.
+    """One of our codecs. Digests are excluded: their cost is part of the all-in figure. So is the layout, which is
+    equal for all versions: it is computed once per state.
     """
 
     codec: Codec
@@ -161,12 +160,12 @@ class FireworksContestant:
     format: str
     """``arc_v2`` or ``arc_v3``."""
     lateness: float = 1.5
-    """How much later than the first the others may come."""
+    """Time limit of the other encodings, as a multiple of the first one's time."""
     package: str = "fireworks_delta_compression"
 
     @property
     def missing(self) -> str | None:
-        """Whether the package is there."""
+        """The reason if the package is not installed, else ``None``."""
         if find_spec(self.package) is None:
             install = "in étude's checkout, pip install -e '.[bench]'"
             return f"{self.name} was not measured: {self.package} is not installed; {install}"

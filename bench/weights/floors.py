@@ -30,9 +30,9 @@ class Floors:
     changed: int
     """Weights that differ."""
     gaps_bytes: float
-    """As gaps and steps."""
+    """Size if coded as gaps and steps."""
     context_bytes: float
-    """With the old exponents as context."""
+    """Size if coded with the old exponents as context."""
 
 
 def floors_of(pair: PublishedPair) -> Floors:
@@ -51,13 +51,13 @@ def floors_of(pair: PublishedPair) -> Floors:
 
 
 def _histogram_bits(values: npt.NDArray[np.integer[Any]]) -> float:
-    """What values cost together under their own histogram."""
+    """Bits of all values under their own histogram."""
     _, counts = np.unique(values, return_counts=True)
     return float(-(counts * np.log2(counts / max(1, len(values)))).sum())
 
 
 def _coin_bits(tosses: int, heads: int) -> float:
-    """What the outcomes of equal coins cost together when their share of heads is known."""
+    """Bits of coin flips if their share of heads is known."""
     if heads in (0, tosses):
         return 0.0
     share = heads / tosses

@@ -52,7 +52,7 @@ async def background_task(work: Coroutine[None, None, T]) -> AsyncIterator[async
 async def never() -> NoReturn:
     """Wait until cancelled."""
     await asyncio.get_running_loop().create_future()
-    raise AssertionError("nobody has the future")
+    raise AssertionError("the future has no waiter")
 
 
 async def supervised(name: str, work: Work, *, pause_s: float = RESTART_S) -> None:

@@ -39,7 +39,7 @@ class Server:
 
     def __init__(self, programs: Path, folder: Path) -> None:
         self.folder = folder
-        """Of its socket."""
+        """Folder of its socket."""
         self._programs = programs
         self._whose: dict[str, Any] = {"cwd": "/"}
         if os.geteuid() == 0:  # as whom it does not run
@@ -106,9 +106,9 @@ def ask(server: Path, *scripts: str, user: str = "postgres", database: str = "ap
 
 
 def verdict(server: Path, setup: str, checks: QueryChecks, migration: str, *, patient: bool = True) -> MigrationResult:
-    """What a grader finds, asked as it asks, in an empty database that is filled by ``setup``.
+    """A grader's result, from the same queries, in an empty database that ``setup`` fills.
 
-    Who is not ``patient`` is content with the right answers before the first wrong one.
+    Without ``patient``, the queries end with the right answers before the first wrong one.
     """
     ask(server, "ALTER DATABASE app RESET ALL", "ALTER ROLE app RESET ALL", database="postgres")
     ask(server, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public AUTHORIZATION pg_database_owner")

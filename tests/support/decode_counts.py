@@ -35,7 +35,7 @@ CONTEXTS = (600, 1_000, 1_900)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCounts:
-    """Of one decode step."""
+    """Counts of one decode step."""
 
     host_waits_per_step: float
     """Times that the host waits for the device."""

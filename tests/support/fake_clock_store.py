@@ -28,12 +28,12 @@ class FakeClockStore:
         self._written_s[key] = self.now_s
 
     def entries(self, prefix: str) -> "list[ObjectEntry]":
-        """What lies below a folder, with the times of this clock."""
+        """Objects below a folder, with the times of this clock."""
         return [
             ObjectEntry(key=one.key, size_bytes=one.size_bytes, modified_s=self._written_s.get(one.key, self.now_s))
             for one in self._inner.entries(prefix)
         ]
 
     def now(self) -> float:
-        """What the clock was set to."""
+        """The time that the clock was set to."""
         return self.now_s

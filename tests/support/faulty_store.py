@@ -18,24 +18,24 @@ _Answer = TypeVar("_Answer")
 
 
 class Failure(Enum):
-    """What goes wrong at one call."""
+    """A failure of one call."""
 
     REFUSED = "refused"
-    """It fails and nothing was done, as with a server error."""
+    """It fails without an effect, as with a server error."""
     ANSWER_LOST = "answer lost"
-    """It is done, and fails nevertheless: the connection broke after the request got through."""
+    """It takes effect, but fails: the connection broke after the request had arrived."""
     SLOW = "slow"
-    """It is done, late."""
+    """It takes effect, late."""
     GONE = "gone"
-    """It and all calls after it fail and do nothing: the network, or the caller, is dead."""
+    """It and all later calls fail without an effect: the network, or the caller, is dead."""
 
 
 @final
 class FaultyStore:
-    """Passes calls on to ``inner``, except as ``failures`` (call number from 0 → failure) says.
+    """Passes calls on to ``inner``, except as ``failures`` (call number from 0 → failure) defines.
 
-    What has been called is in ``calls``, as method and key in order. Safe to share between threads, whose calls are
-    numbered as they come.
+    ``calls`` records method and key of each call, in order. Safe to share between threads; calls are numbered in order
+    of arrival.
     """
 
     def __init__(
@@ -56,54 +56,54 @@ class FaultyStore:
 
     @property
     def url(self) -> str:
-        """Where the objects really lie."""
+        """The actual store of the objects."""
         return self._inner.url
 
     def fail(self, failures: Mapping[int, Failure]) -> None:
-        """Plan anew, from now on: the next call is number 0, and what was gone is back."""
+        """Replace the plan from now on: the next call is number 0, and a dead network works again."""
         with self._lock:
             self._failures = dict(failures)
             self._is_gone = False
             self.calls.clear()
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        """See :class:`~etude.objects.ObjectStore`; may fail."""
         return self._call("put_if_absent", key, lambda: self._inner.put_if_absent(key, data))
 
     def renew(self, key: str, data: bytes) -> None:
-        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        """See :class:`~etude.objects.ObjectStore`; may fail."""
         self._call("renew", key, lambda: self._inner.renew(key, data))
 
     def get(self, key: str) -> bytes | None:
-        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        """See :class:`~etude.objects.ObjectStore`; may fail."""
         return self._call("get", key, lambda: self._inner.get(key))
 
     def stream(self, key: str, first: int, part_bytes: int) -> Iterator[bytes] | None:
-        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        """See :class:`~etude.objects.ObjectStore`; may fail."""
         return self._call("stream", key, lambda: self._inner.stream(key, first, part_bytes))
 
     def exists(self, key: str) -> bool:
-        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        """See :class:`~etude.objects.ObjectStore`; may fail."""
         return self._call("exists", key, lambda: self._inner.exists(key))
 
     def entries(self, prefix: str) -> "list[ObjectEntry]":
-        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        """See :class:`~etude.objects.ObjectStore`; may fail."""
         return self._call("entries", prefix, lambda: self._inner.entries(prefix))
 
     def list(self, prefix: str) -> "list[str]":
-        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        """See :class:`~etude.objects.ObjectStore`; may fail."""
         return self._call("list", prefix, lambda: self._inner.list(prefix))
 
     def delete(self, *keys: str) -> None:
-        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        """See :class:`~etude.objects.ObjectStore`; may fail."""
         self._call("delete", " ".join(keys), lambda: self._inner.delete(*keys))
 
     def remove_partial(self, older_than_s: float) -> int:
-        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        """See :class:`~etude.objects.ObjectStore`; may fail."""
         return self._call("remove_partial", "", lambda: self._inner.remove_partial(older_than_s))
 
     def now(self) -> float:
-        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        """See :class:`~etude.objects.ObjectStore`; may fail."""
         return self._call("now", "", self._inner.now)
 
     def _call(self, method: str, key: str, act: Callable[[], _Answer]) -> _Answer:

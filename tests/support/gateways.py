@@ -1,4 +1,4 @@
-"""A gateway under test: what it is made of, and a caller that talks to it over real HTTP."""
+"""A gateway under test: its dependencies, and a caller that sends real HTTP requests."""
 
 import asyncio
 import threading
@@ -50,7 +50,7 @@ def template() -> ChatTemplate:
 
 
 class GatedClock:
-    """Time stands still until the gate opens; ``waiting`` says that someone sleeps."""
+    """A clock that stands still until the gate opens; ``waiting`` is set when a task sleeps."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -136,7 +136,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a gateway under test is made of."""
+    """Dependencies of a gateway under test."""
 
     engine: Engine
     limits: SessionLimits = field(default_factory=SessionLimits)
@@ -188,9 +188,9 @@ async def gateway(setting: Setting) -> AsyncIterator[Caller]:
 
 @contextmanager
 def gateway_in_a_thread(chat: ChatTemplate, engine: Engine, keys: tuple[Key, ...], max_length: int) -> Iterator[str]:
-    """Where a gateway answers, in a thread of its own: for callers that are not asynchronous.
+    """A gateway served in its own thread, for callers that are not asynchronous.
 
-    Engines that callers register are called over HTTP. What it dies of is raised in its thread, which fails the test.
+    Engines that callers register are called over HTTP. Its errors are raised in its thread, which fails the test.
     """
     ready, over = threading.Event(), threading.Event()
     result: list[str] = []

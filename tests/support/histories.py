@@ -54,13 +54,13 @@ HANGING: list[tuple[str, Mapping[str, str]]] = [
         },
     ),
 ]
-"""Likewise; without the last one its tests do not end."""
+"""The same; without the last one its tests do not end."""
 
 
 def make_history(
     folder: Path, commits: int | None = None, history: Sequence[tuple[str, Mapping[str, str]]] = COMMITS
 ) -> Path:
-    """Make the repository, or go on with it, up to so many commits."""
+    """Create the repository, or continue it, up to a number of commits."""
     folder.mkdir(exist_ok=True)
     if not (folder / ".git").exists():
         git(folder, "init", "--quiet", "-b", "main")

@@ -1,4 +1,4 @@
-"""What tests of judging are made of: a rubric, judges that do as told, and texts that try to talk them round."""
+"""Building blocks for tests of judges: a rubric, scripted judges, and texts with prompt injections."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def style_rubric(**changes: str) -> Rubric:
 
 
 def verdict(question: str, score: int | None, **changes: object) -> str:
-    """What an honest judge replies to a question: the last nonce in it is the one that was given."""
+    """An honest judge's reply to a question: the last nonce in it is the given one."""
     nonces = NONCE.findall(question)
     reply = {"reason": "as told", "score": score, "aspect": "style", "nonce": nonces[-1] if nonces else ""}
     return json.dumps(reply | changes)

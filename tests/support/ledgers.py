@@ -1,4 +1,4 @@
-"""What tests of the ledger are made of: tasks, rollouts, and the places that a ledger may be in."""
+"""Building blocks for tests of the ledger: tasks, rollouts, and the possible locations of a ledger."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,7 +61,7 @@ def fill(ledger: Ledger, name: str, size: int = 2) -> int:
 
 @contextmanager
 def holding(place: str, name: str, holder: str) -> Iterator[Ledger]:
-    """A door that holds a lease, which nobody else has."""
+    """A ledger session with its own lease."""
     with Ledger.open(place) as ledger:
         assert ledger.leases.take(name, holder) is not None
         yield ledger

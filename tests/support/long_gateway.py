@@ -41,7 +41,7 @@ def template() -> ChatTemplate:
 
 
 def completion_of(prompt_ids: TokenIds) -> Completion:
-    """What the engine says to a prompt."""
+    """The engine's completion of a prompt."""
     digest = sha256(np.asarray(prompt_ids, np.int32).tobytes()).digest()
     chance = np.random.default_rng(int.from_bytes(digest[:8], "little"))
     sampled = int(chance.integers(SHORTEST, LONGEST))
@@ -72,7 +72,7 @@ class ScriptedEngine:
 
 
 async def serve() -> None:
-    """Serve until nobody writes to this process any more."""
+    """Serve until standard input of this process ends."""
     plan = GatewaySpec(
         chat=template(),
         max_length=WINDOW,

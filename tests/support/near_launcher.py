@@ -11,7 +11,7 @@ from etude.run.launchers.local import LocalLauncher
 
 @final
 class NearLauncher:
-    """What :class:`~etude.run.launchers.local.LocalLauncher` does, in one region."""
+    """The behaviour of :class:`~etude.run.launchers.local.LocalLauncher`, in one region."""
 
     spans_regions = False
 

@@ -31,7 +31,7 @@ TASK = Task(
     ),
 )
 IMPATIENT = aiohttp.ClientTimeout(total=0.5)
-"""What the callers' connections are made with: must not be what a turn's time ends by."""
+"""Timeout of the callers' own connections, which must not limit the time of a turn."""
 HANG_UP = 0
 """A status that stands for closing the connection."""
 
@@ -78,7 +78,7 @@ class Playhouse:
         close_sandbox: bool = False,
         **limits: Any,
     ) -> HarnessResult:
-        """One session in a fresh sandbox, or the one that is given; every answer must be asked for."""
+        """Run one session in a fresh sandbox, or in the given one; every reply must be requested."""
 
         async def act() -> HarnessResult:
             environment = sandbox or await self._sandboxes.create(files)
@@ -98,7 +98,7 @@ class Playhouse:
 
     @property
     def observations(self) -> list[str]:
-        """What the agent saw in the last session, as of its last request."""
+        """The agent's messages in the last session, as of its last request."""
         return [message["content"] for message in self.requests[-1]["messages"][2::2]]
 
     def close(self) -> None:

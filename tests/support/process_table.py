@@ -1,4 +1,4 @@
-"""What ``/proc`` says of processes, which may end while they are looked at."""
+"""Facts of processes from ``/proc``; processes may end during the reading."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ def children(process: int | None) -> list[int]:
 
 
 async def settled(look: Callable[[], T]) -> T:
-    """What is seen twice in a row: a process that is just being made is not bound to another one yet."""
+    """A result that is read twice in a row: a process that is just being created has no connection yet."""
     before, now = None, look()
     while before != now:
         await asyncio.sleep(0.5)
@@ -31,7 +31,7 @@ async def settled(look: Callable[[], T]) -> T:
 
 
 async def seen(look: Callable[[], T], expected: T) -> T:
-    """What is seen, at once when it is what is expected and otherwise in the end."""
+    """The result, returned at once if it is the expected one and otherwise after the timeout."""
     deadline_s = time.monotonic() + WAIT_S
     while (now := look()) != expected and time.monotonic() < deadline_s:
         await asyncio.sleep(0.02)
@@ -39,7 +39,9 @@ async def seen(look: Callable[[], T], expected: T) -> T:
 
 
 async def until_running(process: int | None, program: str, count: int) -> list[int]:
-    """The processes right below one that run ``program``, once there are so many: each is made before it starts it."""
+    """The direct child processes of one process that run ``program``, once there are enough of them: each is forked
+    before it executes it.
+    """
     deadline_s = time.monotonic() + WAIT_S
     while True:
         result = [child for child in children(process) if program in command_line(child)]
@@ -49,7 +51,7 @@ async def until_running(process: int | None, program: str, count: int) -> list[i
 
 
 def opened(process: int) -> list[str]:
-    """What a process has open."""
+    """Open files of a process."""
     result: list[str] = []
     for link in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):  # it may be closed while it is looked at
@@ -74,7 +76,7 @@ async def survivors(processes: list[int]) -> list[int]:
 
 
 async def outlives(process: int) -> bool:
-    """Whether a process is still there after a while."""
+    """True if a process still exists after a while."""
     deadline_s = time.monotonic() + WAIT_S
     while "(zombie)" not in state(process):
         if time.monotonic() > deadline_s:

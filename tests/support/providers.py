@@ -40,25 +40,25 @@ KEY = "the key of a client of remote sandboxes"
 SECRET = "a secret of the provider's process"
 """In the environment of the process that the provider is in, which no command may see."""
 TIGHT = SandboxLimits(memory_bytes=256 << 20, disk_bytes=64 << 20, processes=32)
-"""What sandboxes get whose limits are tested: the same for all, since a template may have to be made for it."""
+"""Limits of the sandboxes in tests of limits: the same for all, since a template may have to be made for them."""
 TIMEOUT_S = 30.0
 IMAGES = tempfile.TemporaryDirectory()
 """The store of images that a provider of one's own is made with."""
 WAIT_S = 20.0
-"""For what goes on beside us, on a busy machine."""
+"""Timeout for concurrent work on a busy machine."""
 """For one command of a test, on a machine that is busy with others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One provider that says it keeps the contract."""
+    """A provider whose contract is tested."""
 
     make: Callable[[Path], SandboxProvider]
     """Given a folder for what it has on disk, which is empty again once it is closed."""
     missing: Callable[[], str] = str
     """Why it cannot be tried on this machine; empty if it can."""
     heavy: str = ""
-    """What `make test` does not ask for and this one needs."""
+    """Programs that this one needs and `make test` does not require."""
 
 
 class Stage:
@@ -121,7 +121,7 @@ async def python(sandbox: Sandbox, code: str, *, stdin: str = "", timeout_s: flo
 
 
 async def output(sandbox: Sandbox, code: str) -> str:
-    """What a program prints that ends well."""
+    """Output of a program that succeeds."""
     result = await python(sandbox, code)
     assert (result.exit_code, result.stderr) == (0, "")
     return result.stdout
@@ -143,7 +143,7 @@ def stage(name: str, make: Callable[[Path], SandboxProvider]) -> Iterator[Stage]
 
 
 def needs(*programs: str, root: bool = False) -> Callable[[], str]:
-    """What is missing of some programs, or of rights."""
+    """Missing programs or rights."""
 
     def missing() -> str:
         lacks = [f"{program} is not installed" for program in programs if shutil.which(program) is None]

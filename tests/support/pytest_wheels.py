@@ -1,4 +1,4 @@
-"""Wheels of what pytest needs, made from this environment's files: no index is asked."""
+"""Wheels of pytest and its dependencies, made from this environment's files, without a package index."""
 
 import zipfile
 from importlib.metadata import distribution

@@ -77,12 +77,12 @@ HEALTH_CHECKS = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_initial_delay_ms": "1000",
 }
-"""How soon a head takes a node for lost: 4 s instead of 19."""
+"""Time until a head considers a node lost: 4 s instead of 19."""
 ENTER = (
     "mkdir -p /tmp/ray; mount -t tmpfs -o size=1g tmpfs /tmp/ray; mount -t tmpfs -o size=1g tmpfs /dev/shm; "
     'ip link set lo up; exec "$@"'
 )
-"""What makes a namespace a machine for Ray: sockets and shared memory of its own."""
+"""Options that make a namespace a separate machine for Ray: its own sockets and shared memory."""
 
 
 @dataclass
@@ -142,7 +142,7 @@ def machines(regions: Mapping[str, str]) -> Iterator[Machines]:
 
 
 def _await_head(made: Machines, name: str) -> None:
-    """Wait until the head takes nodes, and programs on its machine find it: it says so by a file, some time later."""
+    """Wait until the head accepts nodes, and programs on its machine find it: a file announces that some time later."""
     deadline_s = time.monotonic() + START_S
     probe = f"exec 3<>/dev/tcp/{made.addresses[name]}/6379 2>&- && test -s /tmp/ray/ray_current_cluster"
     while made.popen(name, ["bash", "-c", probe], stdout=subprocess.DEVNULL).wait() != 0:

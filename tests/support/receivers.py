@@ -1,4 +1,4 @@
-"""A small HTTP server that keeps what is posted to it: a webhook, or a collector of traces."""
+"""A small HTTP server that stores posted bodies: a webhook, or a collector of traces."""
 
 import threading
 from collections.abc import Iterator, Sequence

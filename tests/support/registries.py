@@ -13,7 +13,7 @@ from pathlib import Path
 from etude.sandboxes.images.store import default_folder
 
 BUSYBOX = Path("/bin/busybox")
-"""Of Debian's ``busybox-static``."""
+"""Path of Debian's ``busybox-static``."""
 USER, PASSWORD = "tester", "a-password-nobody-may-see"
 PASSWORD_HASH = "$2b$05$gTxjArYY3OYISb3BUV.YZOpJOtJaF1WKarAXl5lJaoMuV5cmmMZcq"
 REGISTRY = """version: 0.1
@@ -41,7 +41,7 @@ RUN mkdir -p /etc /tmp /root /usr/bin && chmod 1777 /tmp && ln -s /bin/env /usr/
 
 
 def what_is_missing() -> str:
-    """What is not here of root and programs."""
+    """Reason why root or a program is missing here."""
     programs = ("podman", "skopeo", "docker-registry")
     lacks = [f"{program} is not installed" for program in programs if shutil.which(program) is None]
     lacks += [] if BUSYBOX.exists() else ["busybox-static is not installed"]
@@ -56,7 +56,7 @@ class Registry:
     folder: Path
 
     def podman(self, *arguments: str, stdin: bytes = b"") -> str:
-        """What podman prints when it ends well."""
+        """Output of podman if it succeeds."""
         done = subprocess.run(["podman", *arguments], input=stdin, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode().strip()

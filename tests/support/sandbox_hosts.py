@@ -55,7 +55,7 @@ class HostProcess:
 
 @contextmanager
 def hosts(folder: Path, count: int, *options: str) -> Iterator[list[HostProcess]]:
-    """So many hosts; those that still run in the end are stopped."""
+    """Start a number of hosts; those still running at the end are stopped."""
     running = [HostProcess(folder / f"host-{number}.log", *options) for number in range(count)]
     try:
         yield running

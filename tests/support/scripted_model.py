@@ -1,4 +1,4 @@
-"""A model that says what it is told to, behind OpenAI's chat completions over real HTTP."""
+"""A model with scripted replies, behind OpenAI's chat completions over real HTTP."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager

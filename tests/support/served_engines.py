@@ -1,4 +1,4 @@
-"""What an engine kind is opened with, without a run: a context, and versions of a small random model."""
+"""Dependencies for opening an engine kind without a run: a context, and versions of a small random model."""
 
 from pathlib import Path
 

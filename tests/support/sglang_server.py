@@ -43,7 +43,7 @@ SAMPLING: dict[str, tuple[type, ...]] = {
     "max_new_tokens": (int,), "temperature": (float, int), "stop_token_ids": (list,), "ignore_eos": (bool,),
     "top_p": (float,), "top_k": (int,), "sampling_seed": (int,),
 }  # fmt: skip
-"""Keys of ``sampling_params`` (``srt/sampling/sampling_params.py``) and their types, likewise."""
+"""Keys of ``sampling_params`` (``srt/sampling/sampling_params.py``) and their types, in the same way."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -111,7 +111,7 @@ class StandIn:
         return web.Response()
 
     async def info(self, _: web.Request) -> web.Response:
-        """As ``model_info`` has it, in part."""
+        """A part of the answer of ``model_info``."""
         return web.json_response({"model_path": self._settings.model_path, "weight_version": self._version})
 
     async def pause(self, request: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
-"""Small weights that drift from version to version as trained ones do, for tests.
+"""Small weights that change from version to version as in training, for tests.
 
-Any version can be made from its number alone, in any process, so that whoever receives weights can tell whether they
-are those of a version or a mixture of several.
+Any version can be made from its number alone, in any process, so that a receiver of weights can check whether they are
+one version or a mixture of several.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from etude.types import TensorSpec
 from etude.weights.state import NUMBER_TYPES, State, StoredTensor
 
 PERIOD = 50
-"""Each number changes once in so many versions, hence every version changes one in so many numbers."""
+"""Each number changes once in this many versions, hence every version changes one in this many numbers."""
 
 
 def synthetic_version(version: int, rows: int = 40, columns: int = 24) -> dict[str, StoredTensor]:
@@ -25,7 +25,7 @@ def synthetic_version(version: int, rows: int = 40, columns: int = 24) -> dict[s
 
 
 def alike(one: State, other: State) -> bool:
-    """Whether two states have the same tensors with the same bytes."""
+    """True if two states have the same tensors with the same bytes."""
     return one.keys() == other.keys() and all(
         one[name].spec == other[name].spec and one[name].data.tobytes() == other[name].data.tobytes() for name in one
     )

@@ -12,7 +12,7 @@ from etude.run.launchers.host_process import THREADING
 from etude.run.phase_models import make_start
 
 DEADLINE_S = 1700
-"""A bound on what hangs, not on what a busy machine is slow at."""
+"""Timeout for a hung run, long enough for a slow machine."""
 FINISHED = (ExitCode.DONE, ExitCode.NOTHING_LEARNT)
 """Ends of a run that did all its steps: so small a model may learn nothing."""
 SHAPE = ("hidden_size=32", "layers=1", "heads=2", "kv_heads=2", "head_dim=16", "experts=4", "expert_size=32")

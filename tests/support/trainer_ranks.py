@@ -1,4 +1,4 @@
-"""Several processes on this machine that train together over gloo, and what they are asked to do."""
+"""Several processes on this machine that train together over gloo, and their tasks."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -50,7 +50,7 @@ def make_sequences(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def next_token_loss(model: CausalModel, sequences: Sequence[Sequence[int]], grid: Grid | None) -> Tensor:
-    """Of what this rank computes, Σ −log p of every token but the first ones."""
+    """Σ −log p of this rank's tokens, except the first one of each sequence."""
     ids_N = torch.tensor([token for sequence in sequences for token in sequence])
     lengths = [len(sequence) for sequence in sequences]
     context = None if grid is None else grid.context

@@ -50,7 +50,7 @@ def kernels(*names: str) -> list[ModuleType]:
 
 
 def _is_python_of_triton(module: str) -> bool:
-    """What is compiled of it cannot be imported twice, and need not be."""
+    """Compiled extensions of it cannot be imported twice, and need not be."""
     return module.partition(".")[0] == "triton" and not module.startswith("triton._C")
 
 

@@ -20,10 +20,10 @@ from etude.trainer.batching.credit import Credit, turn_credits
 from etude.types import Branch, Finish, Floats, Rollout, RolloutStatus, Turn
 
 Moves: TypeAlias = tuple[int, ...]
-"""What was played, turn by turn."""
+"""The moves so far, turn by turn."""
 Vector: TypeAlias = npt.NDArray[np.float64]
 Advantages: TypeAlias = Callable[[Sequence[Rollout], Floats], Sequence[Credit]]
-"""What makes credit of the rollouts of a group and their rewards."""
+"""A function from the rollouts of a group and their rewards to credit."""
 TURN = Turn(
     prompt_ids=np.array([1], np.int32),
     completion_ids=np.array([2], np.int32),
@@ -38,11 +38,11 @@ class Game:
     """A game, and a policy that plays it."""
 
     policy: Mapping[Moves, Sequence[float]]
-    """Position → the chance of each move. What is not in here is an end."""
+    """Position → probability of each move. Positions that are missing here are ends."""
     rewards: Mapping[Moves, float]
-    """End → what it is worth."""
+    """End → its reward."""
     turn_reward: Callable[[Moves], float] = lambda moves: 0.0
-    """What the last of some moves earns by itself."""
+    """Turn reward of the last of some moves."""
 
     @cached_property
     def plays(self) -> tuple[tuple[Moves, float], ...]:
@@ -50,7 +50,7 @@ class Game:
         return tuple(self.continued(()))
 
     def continued(self, moves: Moves) -> Iterator[tuple[Moves, float]]:
-        """Every way to go on from a position to the end, and its chance there."""
+        """Every continuation of a position to the end, with its probability."""
         if moves not in self.policy:
             yield moves, 1.0
             return
@@ -97,7 +97,7 @@ class Game:
         )
 
     def estimate(self, plays: Sequence[Moves], credited: Sequence[Credit]) -> Vector:
-        """Σ A ∇ log π over what is trained on."""
+        """Σ A ∇ log π over all trained turns."""
         terms = ((one.advantages_T * one.trained_T).astype(np.float64) @ self.scores[play]
                  for play, one in zip(plays, credited, strict=True))  # fmt: skip
         return sum(terms, np.zeros(self.logits))
@@ -115,7 +115,8 @@ class Bundle(NamedTuple):
 def bundles(game: Game, size: int, fork: Callable[[Moves], bool]) -> Iterator[Bundle]:
     """Every bundle of ``size`` plays.
 
-    They part at the first position that is no end and for which ``fork`` says so. Where there is none they are one.
+    They fork at the first position that is not an end and for which ``fork`` is true; without one, all of them are
+    copies.
     """
 
     def grown(moves: Moves, chance: float) -> Iterator[Bundle]:
@@ -153,7 +154,7 @@ STOP_OR_GO = Game(
     rewards={(0,): 0.3, (1, 0): 1.0, (1, 2): 0.1, (1, 1, 0): 0.9, (1, 1, 1): 0.0},
     turn_reward=lambda moves: {(1,): 0.4, (1, 1): -1.0, (1, 1, 1): 0.5}.get(moves, 0.0),
 )
-"""To stop at once is safe; to go on may be better, and longer."""
+"""A game in which stopping immediately is safe; continuing may be better, and takes longer."""
 
 
 def rewards_of(rollouts: Sequence[Rollout]) -> Floats:
@@ -162,11 +163,11 @@ def rewards_of(rollouts: Sequence[Rollout]) -> Floats:
 
 
 def credit(config: CreditConfig, baseline: Baseline = "leave_one_out") -> Advantages:
-    """As a recipe with that section has it."""
+    """The same as a recipe with that section."""
     return lambda rollouts, rewards_G: turn_credits(rollouts, rewards_G, config, baseline)
 
 
 def off(result: Vector, expected: Vector) -> float:
-    """How far ``result`` is from a positive multiple of ``expected``, as a share of its length."""
+    """Distance of ``result`` from the nearest positive multiple of ``expected``, as a share of its length."""
     along = max(0.0, float(result @ expected)) / float(expected @ expected) * expected
     return float(np.linalg.norm(result - along) / np.linalg.norm(result))

@@ -22,7 +22,7 @@ async def until(met: Callable[[], bool], *, every_s: float = 0.005) -> None:
 def wait_until(
     met: Callable[[], bool], *, fault: Callable[[], str] = str, every_s: float = 0.005, timeout_s: float = WAIT_S
 ) -> None:
-    """The same, outside of an event loop; ``fault`` says what is known when it does not come."""
+    """The same without an event loop; ``fault`` describes the state after a timeout."""
     deadline_s = time.monotonic() + timeout_s
     while not met():
         assert time.monotonic() < deadline_s, fault()

@@ -111,14 +111,14 @@ class Training(Closing):
                     remove_unbegun(self._folder)
                 raise EtudeError(message)
             case _ if status in STOPPED:
-                raise InfrastructureError(f"the run {self._folder.path} was stopped from outside; it can go on")
+                raise InfrastructureError(f"the run {self._folder.path} was stopped by a signal; it can be resumed")
             case _:
                 raise InfrastructureError(f"{message}; see {self._log}")
 
     def _last_message(self) -> str:
         printed = self._log.read_bytes()[self._printed :].decode("utf-8", errors="replace").splitlines()
         own = [line.removeprefix("etude: ") for line in printed if line.startswith("etude: ")]
-        return (own or printed or ["the run ended and said nothing"])[-1]
+        return (own or printed or ["the run ended without a message"])[-1]
 
 
 def train(recipe: Recipe | Run | Path | str, *, out: Path | str | None = None) -> Training:
@@ -130,7 +130,7 @@ def train(recipe: Recipe | Run | Path | str, *, out: Path | str | None = None) -
     """
     if isinstance(recipe, Run):
         if out is not None:
-            raise RunFolderError(f"out={str(out)!r} would have no effect: the run goes on in {recipe.path}")
+            raise RunFolderError(f"out={str(out)!r} would have no effect: the run continues in {recipe.path}")
         return Training(RunFolder.open(recipe.path))
     config = as_recipe(recipe).config
     place = default_out(config) if out is None else Path(out)

@@ -41,7 +41,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
         "suite": ("suite", "Try any model at a suite of tasks, compare models, see quality against cost."),
         "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),
-        "ui": ("ui", "Look at runs in a browser: curves, rollouts, weights, users, as they go on."),
+        "ui": ("ui", "Look at runs in a browser: curves, rollouts, weights, users, live."),
         "play": ("play", "Watch the agent of a run play a held-out task, turn by turn, to the verdict."),
         "tinker": ("tinker", "Let programs train a model step by step, over the Tinker API."),
         "chat": ("chat", "Talk with the newest weights, and see which version answered."),

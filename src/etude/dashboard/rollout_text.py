@@ -288,7 +288,7 @@ def _turn_head(turn: ReadTurn, step: int | None) -> RenderableType:
     if turn.continues is None and turn.number:
         words.append("a new context")
     elif turn.continues is not None and turn.continues != turn.number - 1:
-        words.append(f"goes on from turn {turn.continues}")
+        words.append(f"continues turn {turn.continues}")
     words.append(f"prompt {count(turn.prompt_tokens)} ({count(turn.new_tokens)} new)")
     words.append(f"sampled {count(turn.sampled_tokens)}{_by_version(turn.versions, step)}")
     if turn.advantage is not None and turn.loss_tokens is not None:

@@ -195,7 +195,7 @@ def notice_line(logged: Logged) -> str:
             return f"alert {alert.alert!r} {'fires' if alert.firing else 'is over'}: {alert.summary}"
         case SinkFailed() as failed:
             lost = f"; {count(failed.lost)} events lost" if failed.lost else ""
-            return f"sink {failed.sink}: {failed.reason}{lost}; the run goes on"
+            return f"sink {failed.sink}: {failed.reason}{lost}; the run continues"
         case _:
             return ""
 

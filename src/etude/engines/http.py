@@ -66,8 +66,8 @@ FINISH = "finish"
 """
 FINISHES = tuple(Finish)
 WRONG_KEY = (
-    "this engine wants its key: processes of a run derive it from the run key (run.key, or ETUDE_RUN_KEY); a gateway "
-    "of no run has it from ETUDE_ENGINE_KEY"
+    "this engine requires its key: a run's processes derive it from the run key (run.key, or ETUDE_RUN_KEY); a gateway "
+    "of no run reads it from ETUDE_ENGINE_KEY"
 )
 """The answer to a request with a wrong key, or none."""
 QUOTED_CHARS = 80

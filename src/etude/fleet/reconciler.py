@@ -208,7 +208,7 @@ class Reconciler:
             return True
         message = f"{spec.name} gave no sign of life for {silent_s:.0f} s and was killed"
         reconciliation.actions.notices.append(message)
-        if unit.restarts.silent(silent_s, now_s):
+        if unit.restarts.record_silence(silent_s, now_s):
             raise InfrastructureError(
                 f"{message}, for the {unit.restarts.silences}th time; see {status.log}, or allow it more with "
                 f"heartbeat_timeout_s"
@@ -236,8 +236,8 @@ def _restarted(unit: Unit, spec: ProcessSpec, status: ProcessStatus | None) -> s
     code = None if status is None else status.exit_status
     end = f"{spec.name} is gone with its machine" if code is None else f"{spec.name} ended with status {code}"
     others = ", ".join(member.name for member in unit.members if member is not spec)
-    return f"{end} and is started again{f', and so are {others}' if others else ''}: {_last_line(status)}"
+    return f"{end} and is restarted{f', and so are {others}' if others else ''}: {_last_line(status)}"
 
 
 def _last_line(status: ProcessStatus | None) -> str:
-    return "it said nothing" if status is None or not status.last_line else status.last_line
+    return "no output" if status is None or not status.last_line else status.last_line

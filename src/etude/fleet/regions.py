@@ -1,6 +1,6 @@
 """The choice of a region for a new session, and of the weight version at which rollouts are admitted. Pure.
 
-    reports of regions ──▶ Regions ──heard──▶ admission: the window of docs/control.md
+    reports of regions ──▶ Regions ──admitted_version──▶ admission: the window of docs/control.md
                               │ ──choose─▶ the region of one session, or none yet
     sessions that end ────────┘
 
@@ -87,14 +87,14 @@ class _RegionRecord:
 
     @property
     def fill(self) -> float:
-        """Share of its places that are taken; of those that have one."""
+        """Open sessions as a share of its capacity, which must not be 0."""
         return self.open / self.report.places
 
 
 class Regions:
     """The regions of a run, and the sessions of one process in them.
 
-    ``names`` are all that there may be: each is away until its first report.
+    ``names`` lists all possible regions; each is unavailable until its first report.
     """
 
     def __init__(self, names: Iterable[str], limits: RegionLimits | None = None) -> None:
@@ -102,25 +102,25 @@ class Regions:
         self._regions = {name: _RegionRecord(name=name) for name in names}
         if not self._regions:
             raise ValueError("a run has at least one region")
-        self._heard = -1
+        self._admitted_version = -1
 
     @property
-    def heard(self) -> int:
+    def admitted_version(self) -> int:
         """The newest weight version that enough capacity serves, at which rollouts may be admitted; −1 before any.
 
-        It never goes back: who has it has it, and where nobody does any more, sessions wait.
+        It never decreases: if the capacity that serves it is lost, sessions wait.
         """
-        return self._heard
+        return self._admitted_version
 
     def report(self, name: str, report: RegionReport, now: float) -> None:
         """Process a region's report."""
         region = self._regions[name]
         if self._is_away(region, now):
-            region.late_since_s = None  # it has as much time as any other, from now on
+            region.late_since_s = None  # the region gets the full waiting time again, from now on
         region.report, region.heard_s = report, now
-        self._heard = max(self._heard, self._served_by_quorum(now))
+        self._admitted_version = max(self._admitted_version, self._served_by_quorum(now))
         for each in self._present(now):
-            if each.report.version >= self._heard:
+            if each.report.version >= self._admitted_version:
                 each.late_since_s = None
             elif each.late_since_s is None:
                 each.late_since_s = now
@@ -130,9 +130,10 @@ class Regions:
         self._regions[name].heard_s = -math.inf
 
     def choose(self, version: int, now: float) -> str | None:
-        """The region of a new session whose tokens may not be older than ``version``, which it is given.
+        """Choose the region of a new session whose tokens may not be older than ``version``, and assign the session to
+        it.
 
-        ``None`` while none may have it: ask again when a region has reported, a session has ended or time has passed.
+        ``None`` if no region is eligible: call again after a report, the end of a session, or some time.
         """
         able = [each for each in self._present(now) if each.has_place and each.report.version >= version]
         if not able:
@@ -149,7 +150,7 @@ class Regions:
         return chosen.name
 
     def add(self, name: str) -> None:
-        """A session was opened in a region because it belongs there, such as one that goes on from another's."""
+        """Record a session that must open in a given region, such as one that continues another one's sandbox."""
         _give(self._regions[name])
 
     def ended(self, name: str) -> None:
@@ -162,7 +163,7 @@ class Regions:
         return sum(max(0, each.report.places - each.open) for each in self._present(now))
 
     def views(self, now: float) -> tuple[RegionView, ...]:
-        """The state of each region, in the order in which they were named."""
+        """The state of each region, in the order of their names in the recipe."""
         return tuple(
             RegionView(
                 name=each.name,
@@ -182,13 +183,13 @@ class Regions:
         return now - region.heard_s > self._limits.away_s
 
     def _is_awaited(self, region: _RegionRecord, version: int, now: float) -> bool:
-        """True for a region that could take a session if only it served ``version``, and is about to."""
+        """True for a region that could take a session if it served ``version``, and that will serve it soon."""
         if not region.has_place or region.report.version >= version:
             return False
         return region.late_since_s is None or now - region.late_since_s < self._limits.max_wait_s
 
     def _served_by_quorum(self, now: float) -> int:
-        """The newest version that a quorum of the capacity in reach serves, or a newer one; −1 if there is none."""
+        """The newest version that a quorum of the reachable capacity serves (or a newer one); −1 if there is none."""
         newest_first = sorted(self._present(now), key=lambda each: -each.report.version)
         needed, places = self._limits.quorum * sum(each.report.places for each in newest_first), 0
         for region in newest_first:

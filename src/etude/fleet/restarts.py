@@ -1,12 +1,12 @@
-"""The rules for the restart of a process that ended or is silent. Pure: facts and ``now`` in, decisions out.
+"""The restart rules for a process that ended or sends no heartbeat. Pure: decisions from facts and ``now``.
 
-    ended with 0, and it was to end        done
-    ended with USER_ERROR                  no restart repairs it: the run ends with its message
-    ended with DISK_FULL                   started again after growing pauses, for as long as it takes
-    ended otherwise, or vanished           started again, unless that happened too often in a short time
-    silent for too long                    killed and started again, unless that comes again with each start
+    ended with 0, and it is finite         done
+    ended with USER_ERROR                  a restart cannot help: the run ends with the process's message
+    ended with DISK_FULL                   restarted after growing delays, without a limit on their number
+    ended otherwise, or vanished           restarted, unless that happened too often in a short time
+    no heartbeat for too long              killed and restarted, unless that recurs with each start
 
-:mod:`etude.fleet.reconciler` owns the placement of processes and the notices for people.
+:mod:`etude.fleet.reconciler` owns the placement of processes and the notices for the user.
 """
 
 from enum import Enum, auto
@@ -16,15 +16,16 @@ from etude.backoff import Backoff
 from etude.errors import ExitCode
 
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 120.0
-"""More deaths of one process than this within this time are not bad luck."""
+"""More ends of one process than this within this time are not bad luck."""
 MAX_SILENCES, SILENCES_WINDOW = 3, 10.0
-"""More silences of one process than this, within this many times what it may be silent, come again with each start."""
+"""More missing heartbeats of one process than this, within this multiple of its heartbeat timeout, recur with each
+start."""
 ROOM_PAUSES = Backoff(first_s=2.0, longest_s=60.0)
-"""Before a process that found no room on a disk is started again."""
+"""Delays before a process that found a full disk is restarted."""
 START_S = 3600.0
-"""Longest silence before the first beat: a process loads a model, or tokenises what it will read."""
+"""Longest time until the first heartbeat: a process loads a model or tokenises its data first."""
 LONGEST_LOOK_S = 1.0
-"""Most of the time between two looks that counts as silence: when the supervisor stood still, so did all others."""
+"""Longest time between two observations that counts as silence: if the supervisor was suspended, so were the others."""
 
 
 class Outcome(Enum):
@@ -39,18 +40,18 @@ class Outcome(Enum):
 
 @final
 class Silence:
-    """The time since a process's last heartbeat, counted only while its supervisor watched. Pure."""
+    """The time since a process's last heartbeat, counted only while its supervisor observed it. Pure."""
 
     def __init__(self, sign: int, now_s: float) -> None:
-        """``sign`` is anything that changes with each beat."""
+        """``sign`` is any value that changes with each heartbeat."""
         self._sign = sign
         self._looked_s = now_s
         self._silent_s = 0.0
         self.begun = False
-        """True if there was any beat."""
+        """True if there was any heartbeat."""
 
     def look(self, sign: int, now_s: float) -> float:
-        """The silence in seconds, at monotonic seconds ``now_s``."""
+        """The seconds without a heartbeat, at monotonic seconds ``now_s``."""
         passed_s, self._looked_s = now_s - self._looked_s, now_s
         if sign != self._sign:
             self._sign, self._silent_s, self.begun = sign, 0.0, True
@@ -59,13 +60,13 @@ class Silence:
         return self._silent_s
 
     def is_too_long(self, silent_s: float, timeout_s: float) -> bool:
-        """True if a process that may be silent for ``timeout_s`` has to be killed."""
+        """True if a process with a heartbeat timeout of ``timeout_s`` must be killed."""
         return silent_s > (timeout_s if self.begun else max(timeout_s, START_S))
 
 
 @final
 class Restarts:
-    """The deaths of one process, or of a group that restarts together, and what follows from each."""
+    """The ends of one process, or of a group that restarts together, and their consequences."""
 
     def __init__(self) -> None:
         self._deaths: list[float] = []
@@ -74,16 +75,16 @@ class Restarts:
 
     @property
     def deaths(self) -> int:
-        """Deaths within the window, at the time of the last one."""
+        """Ends within the window, at the time of the last one."""
         return len(self._deaths)
 
     @property
     def silences(self) -> int:
-        """Silences within the window, at the time of the last one."""
+        """Missing heartbeats within the window, at the time of the last one."""
         return len(self._silences)
 
     def ended(self, status: int | None, now_s: float, *, ends: bool) -> Outcome:
-        """Decide about an end with ``status``, ``None`` where it is gone without one; to be told once of each."""
+        """Decide about an end with ``status``, or ``None`` if the process vanished; call once per end."""
         if status == ExitCode.DONE and ends:
             return Outcome.DONE
         if status == ExitCode.USER_ERROR:
@@ -93,13 +94,13 @@ class Restarts:
         self._deaths = [*(at_s for at_s in self._deaths if now_s - at_s < DEATHS_WINDOW_S), now_s]
         return Outcome.TOO_MANY_DEATHS if len(self._deaths) > MAX_DEATHS else Outcome.RESTART
 
-    def silent(self, silent_s: float, now_s: float) -> bool:
-        """Count a silence for which a process was killed; true if it comes again with each start."""
+    def record_silence(self, silent_s: float, now_s: float) -> bool:
+        """Count a missing heartbeat for which a process was killed; true if it recurs with each start."""
         window_s = SILENCES_WINDOW * silent_s
         self._silences = [*(at_s for at_s in self._silences if now_s - at_s < window_s), now_s]
         return len(self._silences) > MAX_SILENCES
 
     def room_pause_s(self, lived_s: float) -> float:
-        """Seconds to wait for room on a disk, after a life of ``lived_s``; longer each time in a row."""
+        """Seconds to wait for disk space after the process ran for ``lived_s``; longer each consecutive time."""
         self._waits = self._waits + 1 if lived_s < ROOM_PAUSES.longest_s else 1
         return ROOM_PAUSES.delay_s(self._waits)

@@ -1,18 +1,18 @@
 """The number of engines that keeps the trainer busy and no engine idle. Pure.
 
-    a step: how long the trainer worked and waited, how busy the engines were
+    a step: the trainer's time of work and of waiting, the engines' busy share
               │
               └──▶ engines = busy engines · step / work, and a tenth more ──▶ more or fewer, within the bounds
 
 ``n`` engines that are busy for a share ``u`` of a step of ``work + wait`` seconds did ``n · u · (work + wait)`` seconds
 of rollouts. A trainer that never waits takes a step in ``work`` seconds, so it needs ``n · u · (work + wait) / work``
-busy engines, and each is to be busy for ``TARGET``. More are taken while the trainer waits for more than ``WAITS`` and
-the engines are full, fewer once they have been idle for more than ``IDLE`` for a while. Where the trainer waits and
-engines are idle, something else is slow, and more of them would not help: nothing changes.
+busy engines, each of them busy for a share of ``TARGET``. The number grows while the trainer waits for more than
+``WAITS`` of its time and the engines are full; it shrinks after the engines were idle for more than ``IDLE`` for
+several steps. If the trainer waits and engines are idle, something else is slow: the number does not change.
 
-Between two changes ``settle`` steps pass, of which the last ones count, for new engines need to start and what was
-sampled before a change is still trained on. Money decides where: the cheapest region grows first, the dearest shrinks
-first. No clock and no I/O.
+Between two changes ``settle`` steps pass and only the last of them count, because new engines need time to start and
+tokens sampled before a change are still trained on. Prices select the region: the cheapest grows first, the most
+expensive shrinks first. No clock and no I/O.
 """
 
 import math
@@ -22,18 +22,18 @@ from dataclasses import dataclass
 from typing import final
 
 WAITS, IDLE = 0.05, 0.10
-"""Shares of a trainer's time that it waits, and of engines' time that they are idle, beyond which numbers change."""
+"""Shares beyond which numbers change: of the trainer's time spent waiting, and of the engines' time spent idle."""
 FULL = 1 - 2 * IDLE
-"""Share of busy time from which engines count as full when the trainer waits."""
+"""Busy share from which engines count as full when the trainer waits."""
 TARGET = 1 - IDLE
 ROUNDING = 1e-9
 MOST_AT_ONCE = 2.0
-"""Factor by which a number grows at most in one change: what a step says of ten times as many is not much."""
+"""Maximum growth factor of one change: a step says little about a number ten times as large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRange:
-    """A region's bounds. Raises ``ValueError`` for impossible values."""
+    """Bounds of a region. Raises ``ValueError`` for impossible values."""
 
     region: str
     fewest: int
@@ -48,16 +48,16 @@ class EngineRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingLimits:
-    """Conditions for changes of the numbers. Raises ``ValueError`` for impossible values."""
+    """Conditions for changing the numbers. Raises ``ValueError`` for impossible values."""
 
     settle: int = 4
     """Steps between two changes."""
     window: int = 2
-    """Newest of them that count."""
+    """Number of newest steps that count."""
     calm: int = 6
-    """Steps in a row in which engines were idle before there are fewer."""
+    """Consecutive steps with idle engines before their number is reduced."""
     cost_per_hour: float = math.inf
-    """Maximum cost of engines."""
+    """Maximum cost of all engines."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.settle or self.calm < 1 or self.cost_per_hour <= 0:
@@ -66,14 +66,14 @@ class ScalingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """Facts of one step."""
+    """Measurements of one step."""
 
     work_s: float
     """Time in which the trainer computed."""
     wait_s: float
     """Time in which it waited for rollouts."""
     engines_busy: float
-    """Share of busy time of all engines, from 0 to 1."""
+    """Busy share of all engines, from 0 to 1."""
 
 
 @final
@@ -83,24 +83,24 @@ class ScalingTable:
     def __init__(
         self, ranges: Sequence[EngineRange], counts: Mapping[str, int], limits: ScalingLimits = ScalingLimits()
     ) -> None:
-        """``counts`` are the engines that there are, by region."""
+        """``counts`` are the current engines by region."""
         self._ranges = tuple(ranges)
         self._limits = limits
         self.counts = {each.region: counts[each.region] for each in ranges}
-        """Region → engines that there are to be."""
+        """Region → desired number of engines."""
         self._loads = deque[StepLoad](maxlen=limits.window)
         self._since = 0
         """Steps since the last change."""
         self._idle = 0
-        """Steps in a row in which engines were idle."""
+        """Consecutive steps in which engines were idle."""
 
     @property
     def cost_per_hour(self) -> float:
-        """Money for all engines."""
+        """Cost of all engines."""
         return sum(each.cost_per_hour * self.counts[each.region] for each in self._ranges)
 
     def step(self, load: StepLoad) -> bool:
-        """Take note of a step; true if :attr:`counts` changed."""
+        """Record a step; true if :attr:`counts` changed."""
         self._loads.append(load)
         self._since += 1
         self._idle = self._idle + 1 if load.engines_busy < TARGET else 0
@@ -115,7 +115,7 @@ class ScalingTable:
         return True
 
     def _needed(self) -> int:
-        """Engines in all, by the newest steps; as many as there are where nothing is to change."""
+        """Desired number of all engines according to the newest steps; the current number if nothing should change."""
         now = sum(self.counts.values())
         work_s = sum(load.work_s for load in self._loads)
         wait_s = sum(load.wait_s for load in self._loads)
@@ -130,7 +130,7 @@ class ScalingTable:
         return min(now, needed) if self._idle >= self._limits.calm else now
 
     def _toward(self, needed: int) -> None:
-        """Change numbers one by one until there are as many, or no bound lets another one."""
+        """Change numbers one at a time until ``needed`` engines are reached or the bounds allow no further change."""
         while sum(self.counts.values()) < needed:
             room = [each for each in self._ranges if self.counts[each.region] < each.most]
             cheapest = min(room, key=lambda each: each.cost_per_hour, default=None)

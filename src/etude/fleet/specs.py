@@ -8,29 +8,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 ETUDE = "etude"
-"""First word of a command line that a launcher replaces by the way étude is started where the process runs."""
+"""First word of a command line. A launcher replaces it by the command that starts étude on the process's machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """The part of a machine that a process needs."""
+    """The resources that a process needs from its machine."""
 
     cpus: float = 1.0
     gpus: int = 0
     memory_gib: float = 0.0
-    """0 asks for none in particular."""
+    """0: no particular amount."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMember:
-    """The place of a process in a group, as torchrun has it: its nodes begin together, and end together.
+    """The place of a process in a group, as in torchrun: its nodes start together and end together.
 
-    Each member runs on a machine of its own, wherever there are several. Raises ``ValueError`` for a rank outside.
+    Each member runs on its own machine if there are several. Raises ``ValueError`` for a rank out of range.
     """
 
     name: str
     rank: int
-    """The first member, 0, is the one that the others meet at."""
+    """The address of the first member, 0, which the others connect to."""
     size: int
     port: int
     """Port on the machine of the first member."""
@@ -40,7 +40,9 @@ class GroupMember:
             raise ValueError(f"rank {self.rank} of the group {self.name!r}, which has {self.size} members")
 
     def rendezvous(self, host: str) -> dict[str, str]:
-        """The environment by which the ranks on each machine find the others, where the first is at ``host``."""
+        """Environment variables by which the ranks on each machine find the others, if the first member runs at
+        ``host``.
+        """
         return {
             "PET_NNODES": str(self.size),
             "PET_NODE_RANK": str(self.rank),
@@ -55,51 +57,51 @@ class ProcessSpec:
     name: str
     """Unique within a run: ``serve-1@eu``."""
     command: tuple[str, ...]
-    """Command line; one of étude's own begins with :data:`ETUDE`."""
+    """Command line; étude's own commands begin with :data:`ETUDE`."""
     region: str
     resources: Resources = field(default_factory=Resources)
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
-    """Environment variables whose values the launcher takes from where it keeps secrets; a plan never has them."""
+    """Environment variables whose values the launcher reads from its secrets; a plan never contains the values."""
     group: GroupMember | None = None
-    """All of a group restart when one of them ends before its time."""
+    """All members of a group restart when one of them ends early."""
     ends: bool = False
-    """True if it ends by itself, with status 0, when its work is done; others serve until they are removed."""
+    """True if it ends by itself with status 0 when its work is done; other processes serve until they are removed."""
     port: int = 0
-    """Port on which it listens for others; 0: none."""
+    """Port on which it accepts connections from others; 0: none."""
     is_lent: bool = False
-    """True if its machine is one that production takes back when it needs it."""
+    """True if production takes its machine back when it needs it."""
 
     @property
     def unit(self) -> str:
-        """Name of what restarts together: its group, or itself alone."""
+        """Name of the unit of restart: the group, or the process alone."""
         return self.name if self.group is None else self.group.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStatus:
-    """One process, as a launcher sees it. It runs, unless one of the fields says otherwise."""
+    """One process as a launcher sees it. It is running unless a field says otherwise."""
 
     incarnation: str
-    """Differs for each start of the same name."""
+    """Different for each start of the same name."""
     host: str = ""
     pid: int = 0
     exit_status: int | None = None
-    """Exit status once it ended, negative for a signal."""
+    """Exit status once it ended; negative for a signal."""
     is_pending: bool = False
     """True while no machine has resources for it."""
     is_lost: bool = False
     """True while its machine does not answer."""
     beat: int = 0
-    """Changes with each of its heartbeats."""
+    """Changes with each heartbeat."""
     memory_bytes: int = 0
     """Resident memory; 0 if unknown."""
     log: str = ""
-    """Place of its output."""
+    """Location of its output."""
     last_line: str = ""
-    """Last line of its output, once it ended."""
+    """Last line of its output, after its end."""
 
     @property
     def is_running(self) -> bool:
-        """True if it is known to be alive."""
+        """True if it is known to be running."""
         return self.exit_status is None and not self.is_pending and not self.is_lost

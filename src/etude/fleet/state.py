@@ -1,8 +1,8 @@
 """The desired and the observed state of a fleet, as the bytes of objects. Pure.
 
-    home ──Desired, by generation──▶ keeper of each region ──Observed──▶ who asks how the fleet is
+    home ──Desired, by generation──▶ supervisor of each region ──Observed──▶ readers of the fleet's state
 
-Owns the two nouns and their JSON. Where the objects lie, and who reads them when, is :mod:`etude.run.fleet_state`'s.
+Owns the two classes and their JSON. :mod:`etude.run.fleet_state` stores and reads the objects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,19 +40,19 @@ class Desired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The processes as a supervisor saw them last."""
+    """The processes as last observed by a supervisor."""
 
     generation: int
-    """Generation of the desired state that it compares with."""
+    """Generation of the desired state that the supervisor reconciles with."""
     host: str
-    """Its machine."""
+    """The supervisor's machine."""
     statuses: Mapping[str, ProcessStatus]
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Program → its version there: étude, Python, torch."""
+    """Program → its version on that machine: étude, Python, torch."""
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """All of it that does not change from moment to moment."""
+        """The parts that do not change all the time."""
         states = {
             name: (status.incarnation, status.exit_status, status.is_pending, status.is_lost)
             for name, status in self.statuses.items()
@@ -75,7 +75,9 @@ class Observed:
 
 
 def lasting_changes(before: FleetConfig, after: FleetConfig) -> Sequence[str]:
-    """Keys of a fleet that differ and may not while its run lives: processes were told of them when they started."""
+    """Keys of a fleet that differ between two specs but may not change during a run: processes read them at their
+    start.
+    """
     places = [{region.name: region.store for region in fleet.regions} for fleet in (before, after)]
     lasting = {name: (getattr(before, name), getattr(after, name)) for name in ("launcher", "home", "options")}
     lasting["trainer"] = before.trainer, after.trainer
@@ -84,7 +86,7 @@ def lasting_changes(before: FleetConfig, after: FleetConfig) -> Sequence[str]:
 
 
 def _spec(tree: dict[str, Any]) -> ProcessSpec:
-    """A spec of its fields."""
+    """Build a spec from its fields."""
     group = tree["group"]
     return ProcessSpec(**{
         **tree,

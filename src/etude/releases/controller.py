@@ -205,7 +205,7 @@ class ReleaseController:
             return None
         evidence: dict[str, Json] = {"approved_by": [*sorted(facts.approved_by)]}
         if live is None:
-            reason = "the first release: there is nobody to compare it with"
+            reason = "the first release: there is none to compare it with"
             return ReleaseDecision(
                 moves=(ReleaseMove(release=pending, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),)
             )

@@ -222,7 +222,7 @@ class ReleaseStore(LedgerConnection):
 
     def ask(self, request: ReleaseRequest) -> int:
         """Store a user's request; returns its number."""
-        return self._db.write(lambda db: _ask(db, request))
+        return self._db.write(lambda db: _insert_request(db, request))
 
     def requests(self, *, is_open: bool = False) -> tuple[ReleaseRequest, ...]:
         """All requests in their order, or those that are open."""
@@ -303,7 +303,7 @@ def _record(db: Database, move: ReleaseMove, at: float) -> None:
     )
 
 
-def _ask(db: Database, request: ReleaseRequest) -> int:
+def _insert_request(db: Database, request: ReleaseRequest) -> int:
     number = _next(db, "release_requests")
     db.execute(
         "INSERT INTO release_requests (number, kind, version, checkpoint, asked_by, asked_at, outcome)"

@@ -75,7 +75,7 @@ class ScorePolicy:
     def __post_init__(self) -> None:
         missing = set(Severity) - set(self.by_severity)
         if missing:
-            raise ValueError(f"by_severity says nothing of {', '.join(sorted(level.name for level in missing))}")
+            raise ValueError(f"by_severity lacks {', '.join(sorted(level.name for level in missing))}")
 
     def of(self, finding: Finding) -> Disposition:
         """Consequence of one finding."""
@@ -167,11 +167,11 @@ def _stand_in(part: PartConfig) -> float | None:
     match part.missing:
         case "error":
             raise ConfigError(
-                f"reward.parts: {part.name!r} has no value: {part.source!r} says nothing of this rollout; correct the "
+                f"reward.parts: {part.name!r} has no value: {part.source!r} has no value for this rollout; correct the "
                 f"source, or set missing = 'wait', 'mask' or a number"
             )
         case "wait" if not part.source.startswith("judge."):
-            raise InfrastructureError(f"reward part {part.name!r} is missing: {part.source!r} said nothing")
+            raise InfrastructureError(f"reward part {part.name!r} is missing: {part.source!r} returned nothing")
         case "wait" | "mask":
             return None
         case number:

@@ -85,14 +85,14 @@ class GatewayTable:
         if url in self._gateways:
             self._gateways[url].sessions -= 1
 
-    def heard(self, url: str, version: int) -> None:
+    def record_answer(self, url: str, version: int) -> None:
         """Record an answer: all reachable engines of the gateway serve ``version`` or a later one."""
         if url in self._gateways:
             gateway = self._gateways[url]
             gateway.version, gateway.answers = version, True
             self._count()
 
-    def silent(self, url: str) -> None:
+    def record_silence(self, url: str) -> None:
         """Record that a gateway did not answer or has no engine: it gets no sessions until its next answer."""
         if url in self._gateways:
             self._gateways[url].answers = False

@@ -6,7 +6,7 @@
 - produces: sessions, each of one region; events that say how regions are used
 - waits for: a region that may have the session, as long as the caller waits
 - woken by: a report that changes something, a session that ends, a region that is lost; every ``LOOK_S`` while one has
-  no place or its region is away, as waits also end by time
+  no place or its region is unavailable, as waits also end by time
 - on shutdown: nothing to do; sessions belong to their openers
 
 :mod:`etude.fleet.regions` decides. An unreachable region is excluded until its next report, and sessions are opened
@@ -66,13 +66,13 @@ class RegionalSessions:
         self._lost = asyncio.Event()
 
     @property
-    def heard(self) -> int:
+    def admitted_version(self) -> int:
         """The weight version at which rollouts may be admitted."""
-        return self._regions.heard
+        return self._regions.admitted_version
 
     async def version_changed(self, version: int) -> None:
         """Wait until rollouts may be admitted at a version other than ``version``."""
-        while self.heard == version:
+        while self.admitted_version == version:
             await self._changed.wait()
 
     def report(self, region: str, report: RegionReport) -> None:
@@ -179,7 +179,7 @@ class RegionalSessions:
             away_s, is_old = now_s - lost_s, now_s - lost_s <= lost_s - opened_s
             if away_s > LEAST_WAIT_S and not (is_old and self._regions.free_places(now_s) <= self._moving):
                 self._moving += 1
-                raise SessionLost(f"region {region} has been out of reach for {away_s:.0f} s: begun again elsewhere")
+                raise SessionLost(f"region {region} has been unreachable for {away_s:.0f} s: restarted elsewhere")
             await asyncio.sleep(LOOK_S)
 
     async def _choose(self, version: int) -> str:

@@ -52,21 +52,23 @@ class RolloutLimits:
     """All time limits of a rollout, in seconds, and the number of attempts to grade it."""
 
     start_s: float = 120.0
-    """Opening a session; starting a sandbox; fetching a session's turns."""
+    """Open a session; start a sandbox; fetch a session's turns."""
     commands_s: float = 120.0
-    """Total of all commands of the agent: the model's own time."""
+    """All commands of the agent together: the model's own time."""
     silence_s: float = 600.0
-    """Between two signs of life of a harness."""
+    """Between two signs of activity of a harness."""
     grading_s: float = 900.0
-    """One grading, beside what its task's own runs take at most."""
+    """One grading, in addition to the time limits of its task's own runs."""
     gradings: int = 2
-    """Tries to grade what an agent left behind: cheaper than the rollout once more, and long ones are not lost."""
+    """Attempts to grade an agent's result: cheaper than repeating the rollout, and long rollouts are not lost."""
     closing_s: float = 10.0
-    """Closing a sandbox, or discarding a session."""
+    """Close a sandbox, or discard a session."""
 
     @classmethod
     def of(cls, config: RolloutConfig, harness: HarnessConfig | None = None) -> Self:
-        """Limits of a recipe. A built-in ``harness`` may be silent for as long as all that it does has deadlines."""
+        """Limits of a recipe. A built-in ``harness`` may be inactive for as long as the deadlines of its operations
+        allow.
+        """
         return cls(
             start_s=config.start_timeout_s,
             commands_s=config.timeout_s,
@@ -76,8 +78,8 @@ class RolloutLimits:
 
 
 def _longest_silence_s(config: RolloutConfig, harness: HarnessConfig | None) -> float:
-    """Seconds in which a harness may touch no sandbox: in turns of malformed calls; in a single turn; in all the time
-    that a third-party environment plays, whose process may have to start first.
+    """Longest time in seconds between a harness's calls to the sandbox: several turns with malformed calls; a single
+    turn; or all the time of a third-party environment, whose process may have to start first.
     """
     match None if harness is None else harness.options:
         case CodingOptions() as options:
@@ -107,17 +109,19 @@ async def within(seconds: float, action: str, work: Awaitable[T]) -> T:
 
 
 class AgentTime:
-    """The time of one agent: what its commands used, and how long it was silent."""
+    """The time of one agent: the total of its commands, and the time since its last activity."""
 
     def __init__(self, limits: RolloutLimits) -> None:
         self._left_s = limits.commands_s
         self._silence_s = limits.silence_s
         self._deadline = asyncio.timeout(None)
         self.calls_s = 0.0
-        """Seconds of its calls to the sandbox, as they passed here."""
+        """Seconds of its calls to the sandbox, measured here."""
 
     async def wait(self, work: Awaitable[T]) -> T:
-        """The result of ``work``. Raises :class:`~etude.errors.InfrastructureError` when it falls silent."""
+        """The result of ``work``. Raises :class:`~etude.errors.InfrastructureError` if there is no activity for too
+        long.
+        """
         try:
             async with self._deadline:
                 self.sign_of_life()
@@ -128,7 +132,7 @@ class AgentTime:
             raise InfrastructureError(f"the agent: no sign of life within {self._silence_s:g} s") from error
 
     def sign_of_life(self, then_s: float = 0.0) -> None:
-        """Record activity; the next sign may be later by ``then_s``."""
+        """Record activity; the next activity may be later by ``then_s``."""
         self._deadline.reschedule(asyncio.get_running_loop().time() + then_s + self._silence_s)
 
     def grant(self, timeout_s: float) -> float:
@@ -175,10 +179,10 @@ class BoundedSandbox:
         recorded: Sequence[SandboxCall] = (),
         on_call: Callable[[SandboxCall], Awaitable[None]] | None = None,
     ) -> None:
-        """``sandbox`` is closed with this; used by an ``agent``, its time is spent.
+        """``sandbox`` is closed with this object; if an ``agent`` is given, its time is charged.
 
-        The first calls must be the ``recorded`` ones and have their outcomes, else
-        :class:`~etude.errors.InfrastructureError`; later ones are reported to ``on_call``, which is awaited.
+        The first calls must equal the ``recorded`` ones and get their outcomes, otherwise
+        :class:`~etude.errors.InfrastructureError` is raised; later calls are passed to ``on_call``, which is awaited.
         """
         self._sandbox = sandbox
         self._agent = agent
@@ -209,7 +213,7 @@ class BoundedSandbox:
         if recorded is None:
             return await self._record(call, run())
         result = cast("ExecResult", recorded.replay())
-        if self._agent is not None:  # the parent's agent had no more time behind this command either
+        if self._agent is not None:  # the parent's agent had no time left after this command either
             granted_s = self._agent.grant(timeout_s)
             self._agent.spend(result, requested_s=timeout_s, granted_s=granted_s)
         return result
@@ -241,7 +245,9 @@ class BoundedSandbox:
         await self._call(("kill_processes",), "killing processes", self._sandbox.kill_processes)
 
     async def snapshot(self) -> Image:
-        """The files as they are; refused where rollouts fork: the image would hold what a fork has not done yet."""
+        """A snapshot of the files; refused if rollouts fork: the image would contain effects that a fork has not
+        replayed yet.
+        """
         if self._may_fork:
             raise Unsupported(NO_COPY)
         return await self._bounded(COPIES_S, "a snapshot", self._sandbox.snapshot())
@@ -258,14 +264,14 @@ class BoundedSandbox:
         await self._sandbox.close()
 
     async def _call(self, call: tuple[object, ...], action: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Outcome of a call that takes no time of the agent's own."""
+        """Outcome of a call that is not charged to the agent's time."""
         recorded = self._next_recorded(call)
         if recorded is None:
             return await self._record(call, self._bounded(FILES_S, action, work()))
         return cast("T", recorded.replay())
 
     def _next_recorded(self, call: tuple[object, ...]) -> SandboxCall | None:
-        """The recorded call that this one has to be; ``None`` behind the last of them."""
+        """The recorded call that this one must equal; ``None`` after the last of them."""
         recorded = next(self._recorded, None)
         if recorded is None:
             return None
@@ -279,7 +285,7 @@ class BoundedSandbox:
         return recorded
 
     async def _record(self, call: tuple[object, ...], work: Awaitable[T]) -> T:
-        """Outcome of ``work``, after it was reported."""
+        """Outcome of ``work``, after it was passed to ``on_call``."""
         if self._on_call is None:
             return await work
         try:

@@ -158,7 +158,7 @@ class GatewaySessions:
             async with self._http.request(method, url, headers=self._headers, json=body, timeout=timeout) as response:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            self._table.silent(gateway)
+            self._table.record_silence(gateway)
             return EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}")
         if status == 200:
             return answer

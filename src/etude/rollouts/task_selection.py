@@ -3,17 +3,17 @@
     outcomes of each task ──▶ probability of each ──▶ one draw ──▶ task, importance weight
 
     pools      easy · normal · hard, by the mean reward when last tried; a share of draws each, solved and hopeless
-               tasks rest for some epochs (prime-rl's buffer: its shares and thresholds, resting is ours)
-    thompson   p_i ~ Beta(½ + passes, ½ + failures), what is old counting less; q_i ∝ p_i (1 − p_i), the variance of a
-               reward of 0 or 1 and so the expected square of an advantage, mixed with all tasks alike
+               tasks rest for some epochs (shares and thresholds of prime-rl's buffer; the rest is our addition)
+    thompson   p_i ~ Beta(½ + passes, ½ + failures), with less weight for old results; q_i ∝ p_i (1 − p_i), the
+               variance of a reward of 0 or 1 and so the expected square of an advantage, mixed with a uniform draw
 
-Each draw is by itself: its probabilities depend on what is known before it, and are known. So the weight 1 / (N q_i)
-makes the mean over draws that over all N tasks: E[w g] = Σ_i q_i g_i / (N q_i). In Thompson sampling q is what it is
-once the p_i are drawn, which makes it exact, and the share of all tasks alike bounds the weight. A task that rests has
-q = 0: it counts as one without a gradient, which it was when all its rewards were alike.
+Draws are separate: the probabilities of each depend only on earlier facts, and are known. So the weight 1 / (N q_i)
+makes the mean over draws equal to the mean over all N tasks: E[w g] = Σ_i q_i g_i / (N q_i). In Thompson sampling q is
+taken after the p_i are drawn, so it is exact, and the share of the uniform draw bounds the weight. A task that rests
+has q = 0: it counts as a task without a gradient, which it was when all its rewards were equal.
 
-Owns the decision. Pure: facts, a seed and a position in, a task out; the facts are the ledger's
-(:mod:`etude.rollouts.task_history`), so a process that is started again, or another one, draws the same.
+Owns the decision. Pure: a task from facts, a seed and a position. The facts come from the ledger
+(:mod:`etude.rollouts.task_history`), so a restarted process, or another one, draws the same task.
 
 Array legend: N tasks.
 """
@@ -40,12 +40,12 @@ class TaskFacts:
     """The outcomes of each task so far."""
 
     drawn_N: npt.NDArray[np.int64]
-    """[N] position at which it was last drawn, of the draws that ended; ``NEVER``."""
+    """[N] position of the last completed draw of each task; ``NEVER``."""
     rate_N: Values
-    """[N] mean of its rewards then, each between 0 and 1; NaN where none is known."""
+    """[N] mean of the rewards of that draw, between 0 and 1; NaN if there are none."""
     passes_N: Values
     failures_N: Values
-    """[N] rewards added up, and what they miss to 1, as of ``drawn_N``: what was seen before counts less."""
+    """[N] sums of rewards, and of their differences to 1, as of ``drawn_N``; older observations have less weight."""
 
     @classmethod
     def none(cls, size: int) -> "TaskFacts":
@@ -74,7 +74,7 @@ class TaskChoice:
 
     index: int
     weight: float
-    """1 / (N q): how likely it is if all tasks are alike, over how likely it was."""
+    """1 / (N q): the probability in a uniform draw divided by the actual one."""
 
 
 class TaskSelection:
@@ -86,10 +86,10 @@ class TaskSelection:
         self._probabilities = _kind(config.options)
         options = config.options
         self.half_life = size * options.half_life_epochs if isinstance(options, ThompsonOptions) else np.inf
-        """Number of draws after which an observation of a task counts half."""
+        """Number of draws after which an observation of a task has half its weight."""
 
     def observe(self, facts: TaskFacts, task: int, position: int, *, graded: int, passed: float) -> None:
-        """Add a draw that ended to ``facts``: ``graded`` rewards that add up to ``passed``."""
+        """Add a completed draw to ``facts``: the number of ``graded`` rewards and their sum, ``passed``."""
         before = facts.drawn_N[task]
         newest = max(int(before), position)
         if position >= before:
@@ -104,7 +104,7 @@ class TaskSelection:
         chance = np.random.default_rng((self._seed, position))
         probabilities_N = self._probabilities(facts, position, self, chance)
         index = int(np.searchsorted(np.cumsum(probabilities_N), chance.random() * probabilities_N.sum(), side="right"))
-        index = min(index, int(np.flatnonzero(probabilities_N)[-1]))  # a sum may be a rounding error off
+        index = min(index, int(np.flatnonzero(probabilities_N)[-1]))  # the sum may differ from 1 by a rounding error
         return TaskChoice(index=index, weight=float(1 / (self._size * probabilities_N[index])))
 
     @property
@@ -114,11 +114,11 @@ class TaskSelection:
 
 
 Probabilities: TypeAlias = Callable[[TaskFacts, int, TaskSelection, np.random.Generator], Values]
-"""[N] how likely each task is to be drawn at a position; their sum is 1."""
+"""[N] probabilities of the tasks at a position; their sum is 1."""
 
 
 def _kind(options: Section) -> Probabilities:
-    """The rule that goes with some options."""
+    """The selection rule for some options."""
     match options:
         case PoolsOptions():
             return lambda facts, position, selection, chance: pools(options, facts, position)
@@ -131,7 +131,7 @@ def _kind(options: Section) -> Probabilities:
 
 
 def pools(options: PoolsOptions, facts: TaskFacts, position: int) -> Values:
-    """[N] the share of each pool, evenly over its tasks; of all tasks alike where every one rests."""
+    """[N] the share of each pool, divided evenly over its tasks; uniform over all tasks if every one of them rests."""
     size = len(facts.rate_N)
     is_alike_N = (facts.rate_N == 0) | (facts.rate_N == 1)
     rests_N = is_alike_N & (position - facts.drawn_N < options.rest_epochs * size)
@@ -146,7 +146,7 @@ def pools(options: PoolsOptions, facts: TaskFacts, position: int) -> Values:
         if pool_N.any():
             probabilities_N[pool_N] = share / pool_N.sum()
     total = probabilities_N.sum()
-    if not total:  # all that does not rest is in a pool without a share
+    if not total:  # all tasks that do not rest are in a pool without a share
         probabilities_N[~rests_N] = 1.0
         total = probabilities_N.sum()
     shares_N: Values = probabilities_N / total
@@ -156,7 +156,7 @@ def pools(options: PoolsOptions, facts: TaskFacts, position: int) -> Values:
 def thompson(
     options: ThompsonOptions, facts: TaskFacts, age: float, half_life: float, chance: np.random.Generator
 ) -> Values:
-    """[N] p (1 − p) of a draw of each task's pass rate, over their sum, mixed with all tasks alike.
+    """[N] p (1 − p) of a drawn pass rate p of each task, normalised, mixed with the uniform distribution.
 
     ``age`` is the position in half-lives.
     """

@@ -212,11 +212,11 @@ async def _look_at_gateways(region: RegionConfig, folder: RunFolder, place: str)
         findings.append(MachineFinding(name=title, works=False, words=words))
     headers = {"Authorization": f"Bearer {folder.key(KeyRole.ADMIN)}"}
     async with aiohttp.ClientSession(headers=headers, timeout=GATEWAY_TIMEOUT) as http:
-        findings += await asyncio.gather(*(_ask(http, name, url) for name, url in urls.items()))
+        findings += await asyncio.gather(*(_query(http, name, url) for name, url in urls.items()))
     return findings
 
 
-async def _ask(http: aiohttp.ClientSession, name: ProcessName, url: str) -> MachineFinding:
+async def _query(http: aiohttp.ClientSession, name: ProcessName, url: str) -> MachineFinding:
     """Request a gateway's list of engines, which needs its admin key."""
     began_s = time.perf_counter()
     try:

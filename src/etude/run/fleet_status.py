@@ -27,6 +27,11 @@ class RegionStatus:
     age_s: float | None = None
     """Age of the observation."""
 
+    @property
+    def is_current(self) -> bool:
+        """True if there is an observation that is not late: only then is the state of the region known."""
+        return self.age_s is not None and self.age_s <= LATE_S
+
 
 def region_status(folder: RunFolder, region: str, generation: int) -> RegionStatus:
     """Read the status of a region (empty: home); ``generation`` is home's newest. An unavailable store becomes a

@@ -76,7 +76,7 @@ class ServedRegions:
         """The newest version that a sufficient share of the capacity serves."""
         if self._following.done():
             self._following.result()
-        return self._sessions.heard
+        return self._sessions.admitted_version
 
     async def changed(self, version: int) -> None:
         """Wait until the version differs from ``version``."""
@@ -102,12 +102,12 @@ class ServedRegions:
     async def _follow_versions(self, region: FollowedRegion) -> None:
         while True:
             urls = region.gateways.urls
-            answers = await asyncio.gather(*(self._ask(url) for url in urls))
+            answers = await asyncio.gather(*(self._fetch_report(url) for url in urls))
             for url, answer in zip(urls, answers, strict=True):
                 if answer is None:
-                    region.gateways.silent(url)
+                    region.gateways.record_silence(url)
                 else:
-                    region.gateways.heard(url, answer.version)
+                    region.gateways.record_answer(url, answer.version)
             heard = [answer for answer in answers if answer is not None]
             if heard:
                 self._heard_s = time.monotonic()
@@ -119,7 +119,7 @@ class ServedRegions:
                 self._sessions.lose(region.name)
             await asyncio.sleep(POLL_S)
 
-    async def _ask(self, url: str) -> RegionReport | None:
+    async def _fetch_report(self, url: str) -> RegionReport | None:
         """The oldest version that a gateway's engines serve, and their slots; ``None`` without an answer."""
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._http.get(f"{url}/healthz", timeout=HEALTH_TIMEOUT) as answer:

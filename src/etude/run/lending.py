@@ -177,7 +177,7 @@ class Lender(Closing):
 
     def look(self, now_s: float) -> None:
         """Poll production once and decide, at ``now_s`` of a clock with weeks of equal length."""
-        load, trouble = self._ask()
+        load, trouble = self._fetch_load()
         decision = self._table.step(load, self._running, now_s)
         self.withheld -= frozenset(decision.lend)
         self.withheld |= frozenset(decision.recall)
@@ -187,7 +187,7 @@ class Lender(Closing):
             with suppress(OSError):  # a full disk: this hour's data is lost if this process ends before the next save
                 self._file.write_text(learnt, encoding="utf-8")
 
-    def _ask(self) -> tuple[ProductionLoad | None, str]:
+    def _fetch_load(self) -> tuple[ProductionLoad | None, str]:
         """Production's load, or the reason why there is none."""
         try:
             return self._production.load(), ""

@@ -140,18 +140,18 @@ class ServedVersion:
 
     async def _follow_one(self, url: str) -> None:
         while True:
-            version, before = await self._ask(url), self._table.version
+            version, before = await self._fetch_version(url), self._table.version
             if version is None:
-                self._table.silent(url)
+                self._table.record_silence(url)
             else:
-                self._table.heard(url, version)
+                self._table.record_answer(url, version)
                 self._heard_s = time.monotonic()
             if self._table.version != before:
                 self._changed.set()
                 self._changed = asyncio.Event()
             await asyncio.sleep(POLL_S)
 
-    async def _ask(self, url: str) -> int | None:
+    async def _fetch_version(self, url: str) -> int | None:
         """The lowest version that a gateway's engines serve; ``None`` if it does not answer or has no engine."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._http.get(f"{url}/healthz", timeout=HEALTH_TIMEOUT) as answer:

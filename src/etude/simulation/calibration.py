@@ -110,7 +110,7 @@ def fit_engine(logged: Sequence[Logged], engine: EngineConfig) -> EngineRates:
             rows.append((steps, stats.generated_tokens, stats.prefill_tokens))
             busy_s.append(stats.busy_s)
     if not rows:
-        raise UserError("the run's engines said nothing while it trained: name a run that trained for some steps")
+        raise UserError("the run's engines reported nothing during training: name a run that trained for some steps")
     step_s, sequence_s, prompt_s = fit_non_negative(rows, busy_s)
     rates = EngineRates(step_s=step_s, sequence_s=sequence_s, prompt_s=prompt_s, max_running=engine.max_running)
     return replace(rates, step_tokens=engine.native.step_tokens) if engine.kind == "native" else rates

@@ -48,84 +48,85 @@ DAY_H = 24.0
 
 
 class WorkloadShape(Section):
-    """``[workload]``: the mean rollout, and how far rollouts are apart."""
+    """``[workload]``: the mean rollout, and the spread of rollout lengths."""
 
     turns: int = Field(default=8, ge=1)
     sampled_tokens: int = Field(default=2_000, ge=1)
-    """Tokens that the model writes, all turns together."""
+    """Tokens that the model samples, over all turns."""
     prompt_tokens: int = Field(default=4_000, ge=1)
-    """Read, all turns together: task and answers of tools, without what the engine's cache has."""
+    """Tokens that the model reads, over all turns: task and tool outputs, without those in the engine's cache."""
     spread: float = Field(default=0.7, ge=0)
     """Standard deviation of the logarithm of a rollout's length."""
     sandbox_s: float = Field(default=2.0, ge=0)
     tools_s: float = Field(default=30.0, ge=0)
-    """Commands of the agent, all turns together."""
+    """Commands of the agent, over all turns."""
     grading_s: float = Field(default=20.0, ge=0)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a trajectory: all of them are trained through, those that were sampled have a loss."""
+        """Tokens of a trajectory: all of them are computed in training, the sampled ones have a loss."""
         return self.sampled_tokens + self.prompt_tokens
 
 
 class Assumptions(Section):
-    """``[assumptions]``: shares of what the hardware could do, and times, that nothing here measured."""
+    """``[assumptions]``: shares of the hardware's peak, and times, that are not measured here."""
 
     training_share: float | None = Field(default=None, gt=0, le=4)
     """Speed of the trainer as a share of its peak in bfloat16, which kernels in FP8 can exceed twofold and in FP4
     fourfold; ``None``: the share of étude's trainer on an H200 (0.55, mixtures 0.22).
     """
     prefill_share: float | None = Field(default=None, gt=0, le=4)
-    """Speed of an engine while it reads prompts, likewise; ``None``: as ``training_share``."""
+    """The same for an engine that reads prompts; ``None``: as ``training_share``."""
     grouped_bytes_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the bandwidth with which experts are read; ``None``: 0.55, as étude's own."""
+    """Share of the bandwidth with which experts are read; ``None``: 0.55, the share of étude's kernels."""
     latent_bytes_share: float | None = Field(default=None, gt=0, le=1)
-    """… with which latent attention reads its cache; ``None``: 0.26, as étude's own."""
+    """Share of the bandwidth with which latent attention reads its cache; ``None``: 0.26, the share of étude's kernels.
+    """
     weight_bytes: int = Field(default=2, ge=1, le=2)
-    """Bytes of a weight in engines; 1: FP8."""
+    """Bytes of a weight in engines; 1 for FP8."""
     published_bytes: int = Field(default=2, ge=1, le=2)
-    """Bytes of a weight in a published version, of which a delta is a share; 1: FP8."""
+    """Bytes of a weight in a published version, of which a delta is a share; 1 for FP8."""
     optimiser_bytes: float = Field(default=30.0, ge=0)
-    """Read and written for each parameter by an optimiser step: AdamW with a gradient and a master copy in float32."""
+    """Bytes that an optimiser step reads and writes per parameter: AdamW with a float32 gradient and master copy."""
     save_s: float = Field(default=1.0, ge=0)
-    """Between two steps, until a copy of the weights is handed over."""
+    """Between two steps, for a copy of the weights."""
     delta_share: float = Field(default=0.02, gt=0, le=1)
-    """Share of a version that is published: at 1e-6 1.5 to 4 % of bfloat16 weights change (docs/weights.md)."""
+    """Share of a version that is published: at a learning rate of 1e-6, 1.5 to 4 % of bfloat16 weights change
+    (docs/weights.md)."""
     encode_gb_s: float = Field(default=2.0, gt=0)
-    """Gigabytes of parameters that each machine of the trainer compares and encodes in a second, beside a step."""
+    """Gigabytes of parameters that each machine of the trainer compares and encodes per second, during a step."""
     upload_gbit_s: float = Field(default=100.0, gt=0)
-    """From all of the trainer to the store."""
+    """Bandwidth from the whole trainer to the store."""
     swap_s: float = Field(default=2.0, ge=0)
     """From a version's arrival in a region until its engines sample with it."""
     call_s: float = Field(default=0.05, ge=0)
-    """Seconds of a model call outside of the engine."""
+    """Seconds of a model call outside the engine."""
     machine_gpus: int = Field(default=8, ge=1)
-    """GPUs of a machine."""
+    """GPUs per machine."""
     egress_usd_gb: float = Field(default=0.02, ge=0)
-    """A gigabyte that leaves home for another region: AWS between regions of the US,
-    https://repost.aws/articles/ARjzluyMS8RbeOOK4MGXRG6Q, read 2026-11-28.
-    """
+    """Price of a gigabyte sent from home to another region: AWS between regions of the US,
+    https://repost.aws/articles/ARjzluyMS8RbeOOK4MGXRG6Q, read 2026-11-28."""
 
 
 class PlannedRegion(Section):
-    """``[[regions]]``: a place with engines."""
+    """``[[regions]]``: a site with engines."""
 
     name: str
     engines: int = Field(ge=1)
     lent_engines: int = Field(default=0, ge=0)
-    """Engines that production lends, in the hours of ``lent``."""
+    """Engines that production lends in the hours of ``lent``."""
     lent: tuple[float, float] = (20.0, 8.0)
-    """Hours of the day, from and until."""
+    """First and last hour of the day."""
     lent_usd_share: float = Field(default=1.0, ge=0)
-    """Their price in these hours, as a share of their market's."""
+    """Their price in these hours, as a share of the market price."""
     rtt_ms: float = Field(default=0.0, ge=0)
-    """From home; 0: it is home."""
+    """Round-trip time from home; 0: it is home."""
     link_gbit_s: float = Field(default=10.0, gt=0)
-    """From the store at home to the region's."""
+    """Bandwidth from the store at home to the region's store."""
 
     @property
     def paid_share(self) -> float:
-        """The cost of its engines, as a share of the price of all of them all day."""
+        """Cost of its engines, as a share of their price if all of them are used all day."""
         paid = (self.lent[1] - self.lent[0]) % DAY_H / DAY_H * self.lent_usd_share
         return (self.engines - self.lent_engines * (1 - paid)) / self.engines
 
@@ -152,13 +153,13 @@ class PricedPlan(Section):
     workload: WorkloadShape = WorkloadShape()
     assumptions: Assumptions = Assumptions()
     regions: tuple[PlannedRegion, ...] = ()
-    """None: all engines are at home, as many as ``engine.replicas``."""
+    """None: all engines are at home, ``engine.replicas`` of them."""
     gpus: dict[str, GpuSheet] = Field(default_factory=dict)
-    """Your own, by name, over those that ship."""
+    """Your own GPUs by name; they replace built-in ones of the same name."""
 
     @property
     def places(self) -> tuple[PlannedRegion, ...]:
-        """The regions, or the one of a plan without."""
+        """The regions; without any, a single one at home."""
         return self.regions or (PlannedRegion(name="home", engines=1),)
 
 
@@ -350,7 +351,7 @@ class Fleet:
         )
 
     def _decode_s(self, batch: int, rates: Rates) -> float:
-        """Seconds of a step; with data parallelism each rank has its own sequences, and all of them share experts."""
+        """Seconds of a step; with data parallelism each rank has its own sequences, and all ranks share the experts."""
         tensor, _, data = engine_sizes(self.config)
         step = DecodeStep.of(
             self.spec,

@@ -214,7 +214,7 @@ class SimulatedRun:
             draw=draw_task,
             context=context,
             events=events,
-            serving_version=lambda: sessions.heard,
+            serving_version=lambda: sessions.admitted_version,
         )
         reporting = asyncio.create_task(self._report(sessions))
         try:

@@ -104,7 +104,7 @@ class Installer:
         output = ""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=MODEL_TIMEOUT_S)) as http:
             for _ in range(self._options.rounds):
-                answer = await self._ask(http, [*messages, {"role": "user", "content": words}])
+                answer = await self._complete(http, [*messages, {"role": "user", "content": words}])
                 messages += [{"role": "user", "content": words}, {"role": "assistant", "content": answer}]
                 commands = commands_in(answer)
                 if commands is None:
@@ -129,7 +129,7 @@ class Installer:
             )
         return best
 
-    async def _ask(self, http: aiohttp.ClientSession, messages: list[Json]) -> str:
+    async def _complete(self, http: aiohttp.ClientSession, messages: list[Json]) -> str:
         url = f"{self._options.url.rstrip('/')}/chat/completions"
         headers = {"Authorization": f"Bearer {self._options.api_key}"} if self._options.api_key else {}
         body = {"model": self._options.model, "messages": messages, "temperature": 0.2, "max_tokens": MAX_TOKENS}

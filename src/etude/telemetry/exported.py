@@ -93,7 +93,7 @@ EXPORTED: Mapping[str, Exported] = MappingProxyType(
         "etude_weights_bytes": Exported(title="size of the newest version", unit="bytes", section="Weights"),
         "etude_memory_bytes": Exported(title="resident memory of the run's processes", unit="bytes"),
         "etude_process_starts": Exported(title="starts of a process", labels=("process",), kind="counter"),
-        "etude_outage": Exported(title="something that a process waits for is away", labels=("process", "what")),
+        "etude_outage": Exported(title="outage of a dependency that a process waits for", labels=("process", "what")),
         "etude_alert_firing": Exported(title="a rule of alerts holds", labels=("alert",)),
         "etude_sink_lost_events": Exported(title="events that a sink will never get", labels=("sink",)),
     }

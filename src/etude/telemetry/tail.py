@@ -27,7 +27,7 @@ TRIES = 3
 """Attempts to pass an event to a sink that raises."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 """First and maximum pause while a sink is unavailable; the pause doubles."""
-TELL_EVERY = 100
+REPORT_EVERY = 100
 """Lost events between two reports."""
 
 
@@ -79,17 +79,17 @@ class SinkThread:
     """
 
     def __init__(
-        self, name: str, tail: EventTail, open_sink: Callable[[], Sink], tell: Callable[[str, str, int], None]
+        self, name: str, tail: EventTail, open_sink: Callable[[], Sink], report: Callable[[str, str, int], None]
     ) -> None:
-        """``tell`` is called with the name, a reason and the number of lost events: when the sink becomes unavailable,
-        and for the first and every ``TELL_EVERY``-th lost event.
+        """``report`` is called with name, reason and number of lost events: when the sink becomes unavailable,
+        and for the first and every ``REPORT_EVERY``-th lost event.
         """
         self.name = name
         self.lost = 0
         self._tail = tail
         self._open_sink = open_sink
-        self._tell = tell
-        self._away = False
+        self._report = report
+        self._is_unavailable = False
         """True while the sink is unavailable, which was reported."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
@@ -113,8 +113,8 @@ class SinkThread:
                 sink = self._opened()
                 if sink is not None and self._give_all(sink):
                     sink.close()
-        except Exception as error:  # noqa: BLE001  # somebody else's code may raise anything
-            self._tell(self.name, f"{type(error).__name__}: {error}", self.lost)
+        except Exception as error:  # noqa: BLE001  # code of a plugin may raise anything
+            self._report(self.name, f"{type(error).__name__}: {error}", self.lost)
 
     def _opened(self) -> Sink | None:
         """The sink; ``None`` if it could not be opened before the end."""
@@ -123,7 +123,7 @@ class SinkThread:
             try:
                 return self._open_sink()
             except Exception as error:  # noqa: BLE001  # likewise
-                self._tell_away(error)
+                self._report_unavailable(error)
             if is_last:
                 break
             self._ending.wait(pause_s)
@@ -150,7 +150,7 @@ class SinkThread:
                 sink.emit(placed.logged)
             except OSError as error:
                 self._tail.put(placed.file, before)
-                self._tell_away(error)
+                self._report_unavailable(error)
                 if is_last:
                     return False
                 self._ending.wait(pause_s)
@@ -160,19 +160,19 @@ class SinkThread:
                     self._lose(error)
                     break
             else:
-                self._away = False
+                self._is_unavailable = False
                 break
         return True
 
-    def _tell_away(self, error: Exception) -> None:
-        if not self._away:
-            self._away = True
-            self._tell(self.name, f"it is away, and gets events later: {type(error).__name__}: {error}", self.lost)
+    def _report_unavailable(self, error: Exception) -> None:
+        if not self._is_unavailable:
+            self._is_unavailable = True
+            self._report(self.name, f"unavailable, gets these events later: {type(error).__name__}: {error}", self.lost)
 
     def _lose(self, error: Exception) -> None:
         self.lost += 1
-        if self.lost == 1 or self.lost % TELL_EVERY == 0:
-            self._tell(self.name, f"it does not take an event: {type(error).__name__}: {error}", self.lost)
+        if self.lost == 1 or self.lost % REPORT_EVERY == 0:
+            self._report(self.name, f"does not accept an event: {type(error).__name__}: {error}", self.lost)
 
 
 def _pauses() -> Iterator[float]:

@@ -207,7 +207,7 @@ class TinkerService:
         """The file of a training state."""
         file = self.saved(path)
         if not file.is_file():
-            raise UserError(f"{path!r} is for sampling alone: training goes on from what save_state has saved")
+            raise UserError(f"{path!r} is for sampling only: training continues from a state that save_state saved")
         return file
 
     def close(self) -> None:

@@ -215,7 +215,7 @@ class Optimisation:
         if place is None or place.dtype != value.dtype or place.shape != value.shape:
             raise DamagedError(
                 f"optimiser tensor {name!r} is {value.dtype} {list(value.shape)}, which this optimiser does not keep: "
-                f"go on with the optimiser.state that it was saved with"
+                f"continue with the optimiser.state that it was saved with"
             )
         if place.device != parameter.device:
             return place.copy_(value)  # of pinned memory, made for it

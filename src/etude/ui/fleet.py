@@ -141,7 +141,7 @@ def _placed(
 def _health(status: ProcessStatus | None, seen: RegionStatus, *, is_drained: bool) -> str:
     if is_drained:
         return WAITS
-    if seen.age_s is None or seen.remark.startswith("nobody"):
+    if not seen.is_current:
         return UNKNOWN
     if status is None or status.is_pending:
         return WAITS

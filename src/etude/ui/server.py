@@ -67,12 +67,12 @@ class Streams:
         self._closing = asyncio.Event()
         self._open = 0
 
-    async def tell(self, run: RunReader, response: web.StreamResponse) -> None:
+    async def announce(self, run: RunReader, response: web.StreamResponse) -> None:
         """Announce changes to a browser until it disconnects, or all streams are closed."""
         self._open += 1
         try:
             with contextlib.suppress(ConnectionResetError):
-                await self._tell(run, response)
+                await self._send_ticks(run, response)
         finally:
             self._open -= 1
 
@@ -82,7 +82,7 @@ class Streams:
         if self._open:
             await asyncio.sleep(FAREWELL_S)
 
-    async def _tell(self, run: RunReader, response: web.StreamResponse) -> None:
+    async def _send_ticks(self, run: RunReader, response: web.StreamResponse) -> None:
         seen, quiet, is_last = None, 0, False
         while not is_last:
             is_last = self._closing.is_set()
@@ -175,7 +175,7 @@ class _Server:
         run = await asyncio.to_thread(self._run, request)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await self._streams.tell(run, response)
+        await self._streams.announce(run, response)
         return response
 
     def _run(self, request: web.Request) -> RunReader:

@@ -106,7 +106,7 @@ def time_use(timeline: Timeline, from_s: float, to_s: float) -> TimeUse:
 def sentence(use: TimeUse, *, limit: int | None = None, sessions: int = 0) -> str:
     """The figures as text. ``limit`` bounds rollouts in flight; a batch takes ``sessions`` of users."""
     if not use.trainer:
-        return "No step was computed in this time, so nobody waited for one."
+        return "No step was computed in this time, so no process waited for one."
     waited = use.trainer.get(WAITING, 0.0)
     shares = [f"computed {_percent(use.trainer.get(COMPUTING, 0.0))} of the time"]
     keeping = sum(use.trainer.get(state, 0.0) for state in (LANDING, SAVING, HANDING))

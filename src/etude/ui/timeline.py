@@ -151,7 +151,7 @@ class Timeline:
                 mark = Mark(at_s=at_s, kind="evaluated", text=text, lane=EVALUATIONS, number=fields["version"])
                 self.marks.append(mark)
             case "ProcessStarted" if fields["restarts"]:
-                self.marks.append(Mark(at_s=at_s, kind="restarted", text=f"{fields['process']} was started again"))
+                self.marks.append(Mark(at_s=at_s, kind="restarted", text=f"{fields['process']} was restarted"))
             case "Outage" if fields["seconds"]:
                 text = f"{fields['writer']} waits for {fields['what']}: {fields['reason']}"
                 self.marks.append(Mark(at_s=at_s - fields["seconds"], kind="outage", text=text))

@@ -31,11 +31,11 @@ class Stream:
         self.on, self.number = on, number
 
     def wait_stream(self, stream: "Stream") -> None:
-        """What follows here is behind what the other was given so far."""
+        """Later work here waits for all work that the other stream has so far."""
         self.on.timeline.wait(self.number, self.on.timeline.mark(stream.number))
 
     def wait_event(self, event: "Event") -> None:
-        """What follows here is behind the event."""
+        """Later work here waits for the event."""
         self.on.timeline.wait(self.number, event.mark)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
@@ -50,7 +50,7 @@ class Stream:
         self.on.timeline.wait(HOST, self.on.timeline.mark(self.number))
 
     def query(self) -> bool:
-        """Everything is computed at once."""
+        """Nothing to wait for: all work is computed immediately."""
         return True
 
 
@@ -63,11 +63,11 @@ class Event:
         self.mark: Seen = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Come behind what a stream was given so far."""
+        """Wait for all work that a stream has so far."""
         self.mark = self._on.timeline.mark(self._on.stream if stream is None else stream.number)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream go on behind this."""
+        """Let a stream continue after this event."""
         self._on.timeline.wait(self._on.stream if stream is None else stream.number, self.mark)
 
     def synchronize(self) -> None:
@@ -76,7 +76,7 @@ class Event:
         self._on.timeline.wait(HOST, self.mark)
 
     def query(self) -> bool:
-        """Everything is computed at once."""
+        """Nothing to wait for: all work is computed immediately."""
         return True
 
 
@@ -93,7 +93,7 @@ class Graph:
         return (0, 1)
 
     def replay(self) -> None:
-        """Do what was captured."""
+        """Repeat the captured operations."""
         self._on.replay(self.captured)
 
 
@@ -105,7 +105,7 @@ class Cuda:
         self._on = on
 
     def functions(self) -> dict[str, Any]:
-        """What to put in the place of what."""
+        """Replaced attributes and their replacements."""
         on = self._on
         return {
             **{name: lambda *_, **__: None for name in ("_lazy_init", "empty_cache", "set_device", "init")},
@@ -157,7 +157,7 @@ class Cuda:
 
 @final
 class Placement(TorchFunctionMode):
-    """Tells torch's C++ the device that it knows, wherever code says ``cuda``."""
+    """Replaces ``cuda`` by the device that torch's C++ knows."""
 
     def __init__(self, on: PretendedDevice) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class PretendedDevice:
         """The number of the current stream."""
         self.streams = 1
         self.captured: Captured | None = None
-        """Where operations go while a graph is captured."""
+        """The graph that receives operations during a capture."""
         self.launches = Counter[str]()
         """Kernels, copies and graphs started, by name; what lies inside a graph is one with it."""
         self.host_waits = Counter[str]()
@@ -303,7 +303,7 @@ class Interception(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[PretendedTensor]:
-    """What an operation changes in place, by its schema."""
+    """Operands that an operation changes in place, by its schema."""
     written = list[PretendedTensor]()
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -327,7 +327,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _caller() -> str:
-    """The innermost line of the package, or else of whoever called."""
+    """The innermost line of the package, or otherwise of the caller."""
     frame = sys._getframe(1)
     while frame.f_back is not None and PACKAGE not in frame.f_code.co_filename:
         frame = frame.f_back

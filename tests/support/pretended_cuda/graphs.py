@@ -1,4 +1,4 @@
-"""CUDA graphs of the pretended device: what was captured is done again, on the very tensors it was captured on."""
+"""CUDA graphs of the pretended device: captured operations are repeated on the tensors that they were captured with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Launch:
     what: str
     call: Callable[[], Any]
     results: Sequence[Tensor]
-    """What it made or changed, at the addresses that later operations read."""
+    """Tensors that it made or changed, at the addresses that later operations read."""
     fresh: Sequence[Tensor]
-    """What it made."""
+    """Tensors that it made."""
     reads: Sequence[Touched]
     writes: Sequence[Touched]
 
@@ -40,7 +40,7 @@ class Captured:
         self.launches = list[Launch]()
 
     def spoil(self) -> None:
-        """Make what was computed while capturing unusable: a real capture computes nothing."""
+        """Make results computed during a capture unusable: a real capture computes nothing."""
         for launch in self.launches:
             for result in launch.fresh:
                 if result.is_floating_point():

@@ -45,5 +45,5 @@ def launched_on(device: PretendedDevice) -> Iterator[None]:
 
 
 def _written(operands: list[PretendedTensor]) -> list[torch.Tensor]:
-    """All of them: a kernel does not say which it writes. Stricter than need be where streams share what they read."""
+    """All of them, since a kernel does not declare its outputs. This is too strict if streams share their inputs."""
     return list({id(operand.below): operand.below for operand in operands}.values())

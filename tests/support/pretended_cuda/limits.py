@@ -1,7 +1,7 @@
-"""What a real device refuses of single operations, checked before they are computed on the CPU.
+"""Operands that a real device refuses, checked before an operation is computed on the CPU.
 
-Shapes are torch's to check. These are the rules that its CPU kernels do not have: alignment, types, and where the
-operands of an operation lie.
+torch checks shapes. These are the rules that its CPU kernels do not have: alignment, types, and the devices of the
+operands.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes of which strides and beginnings of a grouped product's operands are multiples: what the hardware's copy unit
-(TMA) takes."""
+"""Alignment of the strides and starts of a grouped product's operands, in bytes, for the hardware's copy unit (TMA)."""
 
 
 class RefusedByDevice(RuntimeError):

@@ -10,7 +10,7 @@ from pretended_cuda.timeline import Touched
 
 @final
 class Memory:
-    """Allocations that somebody still holds. An allocation is a tensor's storage: views share one."""
+    """Allocations in use. An allocation is a tensor's storage: views share one."""
 
     def __init__(self) -> None:
         self._touched: dict[int, Touched] = {}

@@ -14,17 +14,17 @@ CUDA = torch.device("cuda", 0)
 
 
 class _Backend(backend_registration._DummyBackendModule):
-    """What torch asks of every kind of device, also where it only computes on the CPU."""
+    """Methods that torch requires of every kind of device, even if it only computes on the CPU."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Autocast has nothing to do here: the product rounds by itself."""
+        """No type: the product does its own rounding, without autocast."""
         return []
 
 
 # Once for the process: torch takes no second registration and none back.
 backend_registration._setup_privateuseone_for_python_backend("pretended", _Backend())
 BELOW = torch.device("pretended", 0)
-"""What torch's C++ takes the device for."""
+"""The device as torch's C++ sees it."""
 
 
 class Computes(Protocol):

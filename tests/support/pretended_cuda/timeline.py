@@ -27,7 +27,7 @@ class UnorderedAccess(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Touched:
-    """Who touched an allocation last."""
+    """Last accesses to an allocation."""
 
     writer: tuple[int, int] | None = None
     """Stream and entry of the last write."""
@@ -57,11 +57,11 @@ class Timeline:
             touched.writer, touched.readers = (stream, entry), {}
 
     def mark(self, stream: int) -> Seen:
-        """What is over once a stream has come this far: an event."""
+        """The entries that are complete when a stream reaches this point: an event."""
         return dict(self._seen[stream])
 
     def wait(self, waiter: int, mark: Seen) -> None:
-        """Let a stream, or the host, go on behind an event only."""
+        """Let a stream, or the host, continue only after an event."""
         _join(self._seen[waiter], mark)
 
 

@@ -48,13 +48,13 @@ def test_the_panel_says_what_went_wrong_last_and_where_to_look(events: list[Logg
     assert "last " in (text := _text(render(run, watched, at_s), 80))
     assert "start in 250 ms" in text and "tools 1.5 s · grading 500 ms" in text
     for event in (
-        SinkFailed(sink="wandb", reason="it is away", lost=0),
+        SinkFailed(sink="wandb", reason="unavailable", lost=0),
         AlertChanged(alert="idle", firing=True, value=3.0, summary="no_signal = 3; no_signal >= 3", to=["page"]),
     ):
         run.add(Logged(at_s=at_s, process="sinks", event=event))
     for width in (80, 160):
         text = _text(render(run, watched, at_s + 5, page), width)
-        for words in ("wandb: it is away", "1 firing, 0:05 ago", "idle: no_signal = 3", page):
+        for words in ("wandb: unavailable", "1 firing, 0:05 ago", "idle: no_signal = 3", page):
             assert words in text
         assert max(map(len, text.splitlines())) <= width
 

@@ -239,7 +239,7 @@ def test_an_engine_with_a_key_does_nothing_for_who_has_another(key: str) -> None
         async with keyed_client(key) as engine:
             stream = engine.stream([1], PARAMS, session="s")
             for asking in (engine.generate([1], PARAMS, session="s"), engine.health(), anext(stream)):
-                with pytest.raises(EngineUnavailable, match="answered 401: this engine wants its key"):
+                with pytest.raises(EngineUnavailable, match="answered 401: this engine requires its key"):
                     await asking
 
     asyncio.run(run())

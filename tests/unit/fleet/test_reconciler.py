@@ -73,7 +73,7 @@ def test_a_group_restarts_whole_and_others_stay() -> None:
     assert sorted(actions.kill) == ["train", "train-1"]
     assert [each.name for each in actions.place] == ["train", "train-1"]
     assert actions.notices == [
-        "train-1 ended with status -9 and is started again, and so are train: it said nothing"
+        "train-1 ended with status -9 and is restarted, and so are train: no output"
     ]  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_a_lost_machine_gets_its_time_to_come_back() -> None:
     assert not reconciler.step(machines.statuses, 3.0 + LOST_S).place
     actions = reconciler.step(machines.statuses, 3.1 + 2 * LOST_S)
     assert [each.name for each in actions.place] == ["serve"]
-    assert actions.notices == ["serve is gone with its machine and is started again: it said nothing"]
+    assert actions.notices == ["serve is gone with its machine and is restarted: no output"]
 
 
 def test_what_vanishes_is_placed_again_once_the_launcher_had_time_to_show_it() -> None:

@@ -51,16 +51,16 @@ def test_no_session_goes_where_older_weights_are_served() -> None:
 
 def test_what_enough_capacity_serves_is_heard_and_never_taken_back() -> None:
     regions = Regions("abc", RegionLimits(quorum=0.6))
-    assert regions.heard == -1
+    assert regions.admitted_version == -1
     for name in "abc":
         regions.report(name, RegionReport(version=1, places=10), 0.0)
     regions.report("a", RegionReport(version=2, places=10), 0.1)
-    assert regions.heard == 1, "a third of the capacity is not enough"
+    assert regions.admitted_version == 1, "a third of the capacity is not enough"
     regions.report("b", RegionReport(version=2, places=10), 0.2)
-    assert regions.heard == 2, "and nobody waits for the last"
+    assert regions.admitted_version == 2, "and nobody waits for the last"
     for name in "abc":
         regions.report(name, RegionReport(version=1, places=10), 0.3)
-    assert regions.heard == 2
+    assert regions.admitted_version == 2
 
 
 def test_a_late_region_keeps_its_claim_for_a_while() -> None:
@@ -88,7 +88,7 @@ def test_a_region_that_is_away_is_left_out_and_comes_back() -> None:
     regions.lose("far")
     assert give(regions, 4, 1.0, most=6) == {"near": 6}
     report(regions, 5.0, near=5)
-    assert regions.heard == 5, "its capacity does not count"
+    assert regions.admitted_version == 5, "its capacity does not count"
     report(regions, 6.0, far=4, near=5)
     assert give(regions, 5, 6.0) == {"near": 1}, "one that is back and behind is waited for, like any other"
     report(regions, 7.0, far=5)
@@ -134,8 +134,8 @@ def test_whatever_happens_a_session_is_where_it_may_be(places: list[int], moves:
             regions.ended(name)
             open_in[name] -= 1
         now += pause_s
-        assert heard <= regions.heard <= max(serving.values())
-        heard = regions.heard
+        assert heard <= regions.admitted_version <= max(serving.values())
+        heard = regions.admitted_version
         chosen = regions.choose(heard, now)
         if chosen is not None:
             open_in[chosen] += 1

@@ -60,9 +60,11 @@ def test_a_full_disk_is_no_death() -> None:
 
 def test_silences_that_come_again_with_each_start_are_given_up() -> None:
     restarts = Restarts()
-    assert [restarts.silent(900.0, 1_000.0 * n) for n in range(MAX_SILENCES + 1)] == [False] * MAX_SILENCES + [True]
+    assert [restarts.record_silence(900.0, 1_000.0 * n) for n in range(MAX_SILENCES + 1)] == [False] * MAX_SILENCES + [
+        True
+    ]
     rare = Restarts()
-    assert not any(rare.silent(900.0, 900.0 * SILENCES_WINDOW * n) for n in range(20))
+    assert not any(rare.record_silence(900.0, 900.0 * SILENCES_WINDOW * n) for n in range(20))
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.booleans()), max_size=50))

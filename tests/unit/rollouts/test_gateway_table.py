@@ -27,12 +27,12 @@ class Table(RuleBasedStateMachine):
     @rule(url=GATEWAYS, version=st.integers(0, 9))
     def hear(self, url: str, version: int) -> None:
         self.versions[url] = version
-        self.table.heard(url, version)
+        self.table.record_answer(url, version)
 
     @rule(url=GATEWAYS)
     def fall_silent(self, url: str) -> None:
         self.versions.pop(url, None)
-        self.table.silent(url)
+        self.table.record_silence(url)
 
     @rule(avoid=st.sets(GATEWAYS))
     def open_session(self, avoid: set[str]) -> None:
@@ -62,19 +62,19 @@ TestTable.settings = settings(max_examples=60, stateful_step_count=25)
 def test_equal_gateways_take_turns_also_without_sessions_of_ours() -> None:
     table = GatewayTable(URLS)
     for url in URLS:
-        table.heard(url, 0)
+        table.record_answer(url, 0)
     assert [table.choose() for _ in range(6)] == [*URLS, *URLS]
 
 
 def test_while_none_answers_the_last_version_stands() -> None:
     table = GatewayTable(URLS[:2])
     assert table.version == UNHEARD
-    table.heard("http://a", 5)
-    table.heard("http://b", 7)
+    table.record_answer("http://a", 5)
+    table.record_answer("http://b", 7)
     assert table.version == 5
-    table.silent("http://a")
+    table.record_silence("http://a")
     assert table.version == 7  # nothing is sent to the one at 5, until it is heard again
-    table.silent("http://b")
+    table.record_silence("http://b")
     assert table.version == 7
 
 
@@ -83,9 +83,9 @@ def test_gateways_come_and_go_and_one_that_stays_keeps_what_is_known() -> None:
     with pytest.raises(EngineUnavailable, match="no gateway is known"):
         table.choose()
     table.follow(["http://a", "http://b"])
-    table.heard("http://a", 3)
+    table.record_answer("http://a", 3)
     table.opened("http://b")
     table.follow(["http://a", "http://c/"])
     table.closed("http://b")  # a session of one that is gone
-    table.heard("http://b", 1)
+    table.record_answer("http://b", 1)
     assert (table.urls, table.version, table.choose()) == (("http://a", "http://c"), 3, "http://a")

@@ -225,7 +225,9 @@ class Fleet:
             self._spawn(self._cut(table))
         with Ledger.open(self._folder / "ledger.db") as ledger:
             self._spawn(self._report(sessions))
-            dispatcher = self._dispatcher(ledger, sessions, CONFIG, lambda: sessions.heard, sessions.version_changed)
+            dispatcher = self._dispatcher(
+                ledger, sessions, CONFIG, lambda: sessions.admitted_version, sessions.version_changed
+            )
             return await self._run(ledger, [dispatcher])
 
     async def without(self) -> Outcome:

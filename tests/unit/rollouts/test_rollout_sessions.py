@@ -261,13 +261,13 @@ def test_a_gateway_that_is_down_gets_no_sessions_until_it_answers() -> None:
             table = GatewayTable(urls)
             sessions = GatewaySessions(table, "right", http)
             for url in urls:
-                table.heard(url, 0)
+                table.record_answer(url, 0)
             gateways.set_up(0, up=False)
             for _ in range(3):
                 await sessions.open()
             assert gateways.opened == [0, 3]
             gateways.set_up(0, up=True)
-            table.heard(urls[0], 0)
+            table.record_answer(urls[0], 0)
             for _ in range(3):
                 await sessions.open()
             assert gateways.opened == [3, 3]

@@ -57,7 +57,7 @@ def test_a_restart_is_told_with_its_reason(tmp_path: Path) -> None:
         try:
             os.kill(supervisor.statuses["gateway"].pid, signal.SIGKILL)
             wait_until(lambda: supervisor.check() or bool(message))
-            assert message == ["gateway ended with status -9 and is started again: it said nothing"]
+            assert message == ["gateway ended with status -9 and is restarted: no output"]
         finally:
             supervisor.stop()
     starts = [line.event for line in EventReader(folder.events).new() if isinstance(line.event, ProcessStarted)]

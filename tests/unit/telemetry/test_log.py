@@ -78,7 +78,7 @@ EXAMPLES: tuple[Event, ...] = (
         prompt_tokens=90, completion_tokens=9, reused_tokens=80, versions=[3, 4],
     ),
     AlertChanged(alert="idle", firing=True, value=3.0, summary="no_signal = 3, above 2", to=["log"]),
-    SinkFailed(sink="wandb", reason="it is away", lost=0),
+    SinkFailed(sink="wandb", reason="unavailable", lost=0),
     StepSaved(step=3, commit_s=0.25, save_s=0.5, publish_s=0.125),
     GatewayStats(window_s=2.0, calls=3, failed=1, call_s=1.5, waited_s=0.25),
 )  # fmt: skip

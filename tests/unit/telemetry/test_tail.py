@@ -102,7 +102,7 @@ def test_a_sink_that_is_away_gets_its_events_later(tmp_path: Path) -> None:
     is_away.clear()
     finished(thread)
     assert sink.taken == [event for _, event in STEPS]
-    assert messages == [("it is away, and gets events later: ConnectionError: no route", 0)]
+    assert messages == [("unavailable, gets these events later: ConnectionError: no route", 0)]
 
 
 def test_what_a_sink_has_not_got_at_the_end_is_there_for_the_next_start(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_sink_that_raises_loses_that_event_and_says_so(tmp_path: Path) -> None
     finished(fed(tmp_path, sink, messages))
     assert len(sink.taken) == 4
     assert tries.count(STEPS[2][1]) == tail.TRIES
-    assert messages == [("it does not take an event: ZeroDivisionError: division by zero", 1)]
+    assert messages == [("does not accept an event: ZeroDivisionError: division by zero", 1)]
 
 
 def test_lines_of_json_have_every_event(tmp_path: Path) -> None:

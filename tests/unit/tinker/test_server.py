@@ -188,7 +188,7 @@ def test_saved_weights_of_either_kind_are_sampled_from_and_only_states_are_train
         load = {"model_id": model_id, "seq_id": 9, "optimizer": False}
         assert "request_id" in await caller.post("load_weights", **load, path=paths["save_weights"])
         refused = await caller.post("load_weights", 422, **load, path=paths["save_weights_for_sampler"])
-        assert "is for sampling alone" in refused["detail"]
+        assert "is for sampling only" in refused["detail"]
 
     play(model, tmp_path, game)
 

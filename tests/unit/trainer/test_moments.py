@@ -82,7 +82,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits(config: OptimiserConfig, tmp_path
 def test_moments_of_another_kind_are_refused(saved: OptimiserState, own: OptimiserState) -> None:
     one, other = (optimisation(OptimiserConfig(state=state)) for state in (saved, own))
     train(one, range(1, 2))
-    with pytest.raises(DamagedError, match=r"go on with the optimiser.state that it was saved with"):
+    with pytest.raises(DamagedError, match=r"continue with the optimiser.state that it was saved with"):
         other.restore(one.tensors())
 
 

@@ -122,7 +122,7 @@ def test_the_sentence_names_where_the_waiting_went() -> None:
 @pytest.mark.parametrize(
     ("events", "text"),
     [
-        (WAITING[:2], "No step was computed in this time, so nobody waited for one."),
+        (WAITING[:2], "No step was computed in this time, so no process waited for one."),
         (WAITING[:3], "what rollouts did meanwhile no event tells"),
         ([*WAITING[:3], (8.0, "rollouts", rollout(8.0))], "whose stages were not recorded; how busy engines were"),
         ([*WAITING[:2], (10.0, "train", step(1, 9.9, 0.1)), (10.0, "serve", load(0.4))], "idle 60% of the time"),

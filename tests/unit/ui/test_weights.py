@@ -1,5 +1,6 @@
 """The Weights tab's figures: lags by region, and a fleet as its stores and events tell it."""
 
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -110,6 +111,15 @@ def test_a_fleet_is_what_its_stores_say_and_what_they_do_not_is_unknown(folder: 
     assert (health["serve@us"], health["serve-1@us"], health["serve@asia"]) == ("waits", "unknown", "unknown")
     assert (by_name["eu"]["version"], by_name["eu"]["sessions"], by_name["us"]["is_away"]) == (1, 4, True)
     assert by_name["asia"]["remark"] == "no supervisor has reported yet"
+    for path in stores["eu"].rglob("*"):
+        os.utime(path, (path.stat().st_mtime - 60,) * 2)
+    (late,) = [
+        region
+        for region in answer(fleet(RunReader(folder, "small"), folded, 120.0))["regions"]
+        if region["name"] == "eu"
+    ]
+    assert "has not reported for" in late["remark"]
+    assert {process["health"] for process in late["processes"]} == {"unknown"}, "an old report is no state of now"
 
 
 def served(region: str, *, is_away: bool) -> RegionServed:

@@ -73,7 +73,7 @@ def _overview() -> Iterator[str]:
     yield from (f"{table.title:<18}{_first_sentence(table.meaning)}" for table in every[1:])
     yield ""
     yield "etude config SECTION explains its keys, etude config WORD those that speak of something."
-    yield "etude run RECIPE --dry-run prints what a recipe comes to."
+    yield "etude run RECIPE --dry-run prints the resolved recipe."
 
 
 def _first_sentence(text: str) -> str:

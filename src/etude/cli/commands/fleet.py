@@ -116,7 +116,7 @@ def drain(
     objects = fleet_objects(open_run_folder(run), process.region)
     if undo:
         objects.undrain(name)
-        print(f"{name} is placed again within seconds, by whoever supervises the run")
+        print(f"{name} is placed again within seconds by the supervisor of the run")
     else:
         objects.drain(name)
         print(f"{name} is stopped within seconds; undo it with: {own_name()} fleet drain {name} --run {run} --undo")

@@ -94,7 +94,7 @@ def score(
     config = _recipe(recipe, [*overrides, NO_CALIBRATIONS])
     _check_aspect(config, aspect)
     judged = JudgeInput(task=_read("--task", task), work=_read("--work", work))
-    judgement = asyncio.run(_ask(config, {aspect: judged})).judgements[aspect]
+    judgement = asyncio.run(_query_judge(config, {aspect: judged})).judgements[aspect]
     print(orjson.dumps(asdict(judgement), option=orjson.OPT_INDENT_2).decode())
 
 
@@ -152,7 +152,7 @@ def check(config: RunConfig) -> JudgeCheck:
     if not (config.judge.rubrics or config.hints.judge):
         raise ConfigError("there is nothing that the judge is asked: write judge.rubrics, or set hints.judge = true")
     check_budget(config)
-    answers = asyncio.run(_ask(config, dict.fromkeys(config.judge.rubrics, SAMPLE), hints=config.hints.judge))
+    answers = asyncio.run(_query_judge(config, dict.fromkeys(config.judge.rubrics, SAMPLE), hints=config.hints.judge))
     calibrations, pins = calibrations_of(config.judge), judge_fingerprints(config)
     lines, passed = [], not isinstance(answers.hints, ReplyFault)
     for aspect, judgement in answers.judgements.items():
@@ -194,7 +194,7 @@ def calibrate_beside(config: RunConfig, folder: Path, aspects: Sequence[str]) ->
     return lines
 
 
-async def _ask(config: RunConfig, inputs: Mapping[str, JudgeInput], *, hints: bool = False) -> _Answers:
+async def _query_judge(config: RunConfig, inputs: Mapping[str, JudgeInput], *, hints: bool = False) -> _Answers:
     rubrics = rubrics_of(config.judge)
     alarms: list[JudgeAlarm] = []
     async with aiohttp.ClientSession() as http, open_unchecked_judge(config, http, alarm=alarms.append) as judge:

@@ -86,7 +86,7 @@ app = group()
 def run_command(
     suite: SuitePath,
     *,
-    out: Annotated[Path, typer.Option(metavar="RESULTS", help="Folder of the results; a second run goes on in it.")],
+    out: Annotated[Path, typer.Option(metavar="RESULTS", help="Folder of the results; a second run continues in it.")],
     overrides: Overrides,
     model: ModelName = "",
     url: ModelUrl = "",
@@ -173,7 +173,7 @@ def report_command(
 def build_command(
     repositories: Annotated[list[str], typer.Argument(help="Folders of git repositories, or pypi:NAME.")],
     *,
-    out: Annotated[Path, typer.Option(metavar="SUITE", help="Folder of the suite; a second build goes on in it.")],
+    out: Annotated[Path, typer.Option(metavar="SUITE", help="Folder of the suite; a second build continues in it.")],
     name: Annotated[str, typer.Option(help="Name of a new suite (default: its folder's).")] = "",
     changes: Annotated[int, typer.Option(metavar="N", help="Newest changes of each history that are tried.")] = 200,
     licence: Annotated[str, typer.Option(help="Licences of what is in it.")] = "",

@@ -58,8 +58,8 @@ class SglangFeatures:
             raise ValueError(f"seed={params.seed}: SGLang heeds it under --enable-deterministic-inference only")
         if params.truncates:
             raise ValueError(
-                f"top_p={params.top_p}, top_k={params.top_k}: SGLang's logprobs are those before the filters: nobody "
-                "could train on what is drawn: sample with top_p=1 and top_k=0"
+                f"top_p={params.top_p}, top_k={params.top_k}: SGLang's logprobs are those before the filters, which "
+                "cannot be trained on: sample with top_p=1 and top_k=0"
             )
 
 

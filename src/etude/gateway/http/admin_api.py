@@ -13,7 +13,7 @@
     DELETE /keys/{id}         the key is dead
     GET    /engines           the health of each
     POST   /engines           name, url, region, is_lent: it may be taken back at any moment
-    DELETE /engines/{name}    it gets no new calls; those of a lent one go on elsewhere at once
+    DELETE /engines/{name}    it gets no new calls; those of a lent one continue in others at once
 
 Owns these requests and responses. The rights of a key are in :mod:`etude.gateway.http.auth`, the encoding of turns in
 :mod:`etude.ledger.turns`. Keys are stored in the key file, if there is one; engines are not stored.

@@ -219,7 +219,7 @@ def _control_paths() -> dict[str, Json]:
     made = _operation("Make a key; its secret is shown this once", _content(KEY), WRITING)
     added = _operation("Add an engine", _content(ENGINE), WRITING)
     removed = _operation(
-        "Take an engine out: it gets no new calls; those of a lent one go on elsewhere", _content(ENGINES), READING
+        "Take an engine out: it gets no new calls; those of a lent one continue in others", _content(ENGINES), READING
     )
     return {
         "/sessions": {"post": {**opened, "requestBody": _body(SESSION_REQUEST, required=False)}},

@@ -247,7 +247,7 @@ class EnginePool:
         """Choose an engine for a call, waiting if necessary."""
         options = call.options
         while True:
-            silent = [name for name, heard in call.lost.items() if self._router.heard(name) == heard]
+            silent = [name for name, contacts in call.lost.items() if self._router.contacts(name) == contacts]
             choice = self._router.choose(
                 call.session,
                 min_version=options.min_version,
@@ -311,7 +311,7 @@ class EnginePool:
             return
         # Without the message: an engine's answer to a call may quote the prompt, and operators see reasons.
         self._failed(name, f"a call failed: {type(error.__cause__ or error).__name__}", in_call=True)
-        call.lost[name] = self._router.heard(name)
+        call.lost[name] = self._router.contacts(name)
         call.losses += 1
         self.counters.losses += 1
         if call.losses > self._limits.losses:

@@ -3,8 +3,8 @@
     polls, calls, announcements ──facts──▶ Router ──choose──▶ an engine, or why there is none
 
               ┌────── a call or a poll failed ─────┐
-    HEALTHY ──┤                                    ├──▶ SUSPECT ── nothing heard for dead_s ──▶ DEAD
-       ▲      └──────────── wrong weights ──▶ STALE ───────────── nothing heard for dead_s ──────▲ │
+    HEALTHY ──┤                                    ├──▶ SUSPECT ── no contact for dead_s ──▶ DEAD
+       ▲      └──────────── wrong weights ──▶ STALE ───────────── no contact for dead_s ──────▲ │
        └────────────── a good report ───────────┴──────┘     SUSPECT ◀── it answers again ─────────┘
 
 Owns the engines of a pool, the health of each as a state machine, the digests to compare their weights with, and the
@@ -149,7 +149,7 @@ class EngineRecord:
     """The router's mutable record of one engine."""
 
     entry: EngineEntry
-    heard_at: float
+    last_contact_at: float
     """Time of its last sign of life; initially, time of registration."""
     poll_at: float
     """Time of its next poll."""
@@ -158,7 +158,7 @@ class EngineRecord:
     health: EngineHealth | None = None
     same_weights_since: float = 0.0
     """Time at which it first reported its current weights."""
-    heard: int = 0
+    contacts: int = 0
     """Signs of life so far: answers, rejections and reports."""
     polling: bool = False
     """True while a poll is in progress."""
@@ -174,9 +174,9 @@ class EngineRecord:
         assert state is self.state or state in MOVES[self.state], f"an engine went from {self.state} to {state}"
         self.state, self.reason = state, reason
 
-    def hear(self, now: float) -> None:
+    def record_contact(self, now: float) -> None:
         """Record a sign of life."""
-        self.heard_at, self.heard = now, self.heard + 1
+        self.last_contact_at, self.contacts = now, self.contacts + 1
 
     def note(self, health: EngineHealth, now: float, inflight: int) -> None:
         """Record a report that arrived while ``inflight`` calls of this gateway were in progress."""
@@ -332,7 +332,7 @@ class Router:
         """Register an engine; it is suspect until its first report. Raises ``ValueError`` if the name is taken."""
         if entry.name in self._records:
             raise ValueError(f"an engine {entry.name!r} is registered already: remove it first, or use another name")
-        record = self._records[entry.name] = EngineRecord(entry=entry, heard_at=now, poll_at=now)
+        record = self._records[entry.name] = EngineRecord(entry=entry, last_contact_at=now, poll_at=now)
         self._ring.add(entry.name)
         self._place(record)
 
@@ -369,7 +369,7 @@ class Router:
         record = self._records.get(name)
         if record is None:
             return
-        record.hear(now)
+        record.record_contact(now)
         record.note(health, now, self._inflight[name])
         record.judge(self._fault(record, now), now)
         record.polling, record.poll_at = False, now + self._limits.poll_s(record.state)
@@ -388,13 +388,13 @@ class Router:
         record = self._records.get(name)
         if record is None:
             return None
-        silent_s = now - record.heard_at
+        silent_s = now - record.last_contact_at
         if record.state is EngineState.HEALTHY:
             if in_call:
                 record.lose(now)
             record.move(EngineState.SUSPECT, reason)
         elif record.state is not EngineState.DEAD and silent_s > self._limits.dead_s:
-            record.move(EngineState.DEAD, f"nothing heard for {silent_s:.0f} s, at last: {reason}")
+            record.move(EngineState.DEAD, f"no contact for {silent_s:.0f} s, at last: {reason}")
         elif record.state is EngineState.SUSPECT:
             record.move(EngineState.SUSPECT, reason)
         if in_call:
@@ -412,7 +412,7 @@ class Router:
         record = self._records.get(name)
         if record is None:
             return
-        record.hear(now)
+        record.record_contact(now)
         if version is None:
             return
         record.losses, record.not_healthy_before = 0, now
@@ -434,10 +434,10 @@ class Router:
             if record.state is EngineState.STALE:
                 record.poll_at = min(record.poll_at, now)
 
-    def heard(self, name: str) -> int:
+    def contacts(self, name: str) -> int:
         """Signs of life that an engine gave so far; 0 for one that is not registered."""
         record = self._records.get(name)
-        return 0 if record is None else record.heard
+        return 0 if record is None else record.contacts
 
     def waiting(self) -> int:
         """Calls that wait in the engines' own queues, according to their last reports."""

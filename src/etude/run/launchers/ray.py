@@ -210,4 +210,6 @@ def _reaching(place: str) -> Iterator[None]:
 
 def _token_hint() -> str:
     """The fix for the error of a cluster that requires a token."""
-    return "" if "RAY_AUTH_MODE" in os.environ else "; if it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+    return (
+        "" if "RAY_AUTH_MODE" in os.environ else "; if it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+    )

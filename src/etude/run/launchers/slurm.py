@@ -24,7 +24,7 @@ again() {{
   while true; do
     "$@"; status=$?
     case $status in 0|{user_error}) return $status;; esac
-    echo "$1 ended with status $status and is started again" >&2
+    echo "$1 ended with status $status and is restarted" >&2
     sleep {pause_s}
   done
 }}

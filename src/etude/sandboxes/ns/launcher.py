@@ -90,7 +90,7 @@ class Launcher:
         self._own_processes = _open("/proc/self/ns/pid")
         self._selector = selectors.DefaultSelector()
         shared_mounts = SharedMounts(options["skeleton"], devices)
-        self._lifecycle = LifecycleManager(self._tools, shared_mounts, self._selector, self._tell)
+        self._lifecycle = LifecycleManager(self._tools, shared_mounts, self._selector, self._send)
         self._lifecycle.prepare()
         self._running: dict[int, RunningCommand] = {}
         self._hung_up = False
@@ -136,7 +136,7 @@ class Launcher:
             self._do(body, message.descriptors)
         except OSError as error:
             refused = isinstance(error, Unmade) and error.refused
-            self._tell({"kind": "failed", "id": body.get("id", 0), "error": str(error), "refused": refused})
+            self._send({"kind": "failed", "id": body.get("id", 0), "error": str(error), "refused": refused})
         finally:
             for descriptor in message.descriptors:
                 os.close(descriptor)
@@ -155,14 +155,14 @@ class Launcher:
                 self._tell_stats(body)
             case "close":
                 if not self._lifecycle.end(body["box"]):
-                    self._tell({"kind": "closed", "box": body["box"], "error": ""})
+                    self._send({"kind": "closed", "box": body["box"], "error": ""})
             case other:
                 raise AssertionError(f"a provider sent {other!r}")
 
     def _create(self, body: Mapping[str, Any], files: int) -> None:
         unsettled, listeners = self._lifecycle.create(body, files)
         try:
-            self._tell({"kind": "created", "id": body["id"], "unsettled": unsettled}, listeners)
+            self._send({"kind": "created", "id": body["id"], "unsettled": unsettled}, listeners)
         finally:
             for listener in listeners:
                 os.close(listener)
@@ -270,16 +270,16 @@ class Launcher:
             if one.end is not None and (one.ender is None or one.ender.end is not None):
                 del self._running[one.number]
                 if one.number > 0:
-                    self._tell(one.end)
+                    self._send(one.end)
 
     def _tell_stats(self, body: Mapping[str, Any]) -> None:
         box = self._lifecycle.find(body["box"])
         disk = os.fstatvfs(box.upper)
         usage = self._tools.cgroups.usage(box.name)
         written = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-        self._tell({"kind": "stats", "id": body["id"], "disk_bytes": written, **usage._asdict()})
+        self._send({"kind": "stats", "id": body["id"], "disk_bytes": written, **usage._asdict()})
 
-    def _tell(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    def _send(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # the reader is gone; the main loop will notice
             wire.send(self._control, body, descriptors)
 

@@ -86,13 +86,13 @@ class LifecycleManager:
         tools: Tools,
         shared_mounts: SharedMounts,
         selector: selectors.BaseSelector,
-        tell: Callable[[Mapping[str, Any]], None],
+        send: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """``selector`` has callbacks as its data; ``tell`` sends a message to the provider."""
+        """``selector`` has callbacks as its data; ``send`` sends a message to the provider."""
         self._tools = tools
         self._shared_mounts = shared_mounts
         self._selector = selector
-        self._tell = tell
+        self._send = send
         self._boxes: dict[int, SandboxRecord] = {}
         self._free: deque[UidRange] = deque()
         self._used: dict[int, UidRange] = {}
@@ -224,7 +224,7 @@ class LifecycleManager:
             self._tools.cgroups.remove(box.name)
         except OSError as failure:
             error = str(failure)
-        self._tell({"kind": "closed" if box.close_asked else "died", "box": box.number, "error": error})
+        self._send({"kind": "closed" if box.close_asked else "died", "box": box.number, "error": error})
 
     def _make_uid_range(self) -> UidRange:
         """Have a child enter a new user namespace, map its users, and keep the namespace."""

@@ -36,7 +36,7 @@ class GuestLink:
         self._has_output = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[GuestMessage]] = {}
         self._large = asyncio.Lock()
-        self._forwarders = PortForwarder(allow, lambda head, body: self.say(GuestMessage(head, body)))
+        self._forwarders = PortForwarder(allow, lambda head, body: self.enqueue(GuestMessage(head, body)))
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._error = ""
 
@@ -67,13 +67,13 @@ class GuestLink:
             raise SandboxError(f"the virtual machine did not answer {do!r} within {timeout_s} s") from None
         except asyncio.CancelledError:
             if do == "exec":
-                self.say(GuestMessage({"do": "kill", "id": 0, "command": number}))
+                self.enqueue(GuestMessage({"do": "kill", "id": 0, "command": number}))
             raise
         finally:
             self._waiting.pop(number, None)
         return _judge(answer)
 
-    def say(self, message: GuestMessage) -> None:
+    def enqueue(self, message: GuestMessage) -> None:
         """Send a message that has no answer."""
         self._outbox.add(message)
         self._has_output.set()
@@ -97,10 +97,10 @@ class GuestLink:
 
     async def _send(self, message: GuestMessage) -> None:
         if len(message.body) < LARGE_BYTES:
-            self.say(message)
+            self.enqueue(message)
             return
         async with self._large:
-            self.say(message)
+            self.enqueue(message)
             await self.drain()
 
     async def _read(self, port: socket.socket) -> None:
@@ -128,7 +128,7 @@ class GuestLink:
     def _hear(self, message: GuestMessage) -> None:
         head = message.head
         if head.get("do") == "open" or head.get("do") in TUNNEL_WORDS:
-            self._forwarders.hear(head, message.body)
+            self._forwarders.receive(head, message.body)
         else:
             future = self._waiting.get(head["re"])
             if future is not None and not future.done():

@@ -285,7 +285,7 @@ class Machine:
             with frozen.devices.open("rb") as state:
                 link = GuestLink(next_id=frozen.next_id, allow=identity.allow)
                 await machine._start(program, None, state.fileno(), link)
-            await machine._ask("cont")
+            await machine._execute("cont")
             await machine.wake(identity)
         except BaseException:
             with suppress(SandboxError):
@@ -303,12 +303,12 @@ class Machine:
         """Bring the machine to rest, between two messages of its agent."""
         await self.link.ask("rest", {}, timeout_s=WAKE_TIMEOUT_S)
         await self.link.drain()
-        await self._ask("stop")
+        await self._execute("stop")
         self._move(MachineState.RESTING)
 
     async def resume(self) -> None:
         """Let a resting machine run again."""
-        await self._ask("cont")
+        await self._execute("cont")
         self._move(MachineState.RUNNING)
         await self.link.ask("wake", {"is_copy": False, "now_ns": time.time_ns()}, timeout_s=WAKE_TIMEOUT_S)
 
@@ -326,7 +326,7 @@ class Machine:
         folder.mkdir()  # noqa: ASYNC240 - in memory, like all of a machine's files
         frozen = Frozen(shape=self.shape, folder=folder, disks=self.disks, next_id=self.link.next_id)
         try:
-            await self._ask("xen-save-devices-state", filename=str(frozen.devices), live=False)
+            await self._execute("xen-save-devices-state", filename=str(frozen.devices), live=False)
             if self._ram.parent == self.folder:  # it booted, so the file is its memory
                 self._ram.rename(frozen.ram)
             else:
@@ -354,7 +354,7 @@ class Machine:
                 self._control.close()
             await self.link.close()
 
-    async def _ask(self, command: str, **arguments: object) -> None:
+    async def _execute(self, command: str, **arguments: object) -> None:
         assert self._control is not None
         try:
             await self._control.ask(command, **arguments)
@@ -373,9 +373,9 @@ class Machine:
             fresh = self.folder / f"upper{self._tops}.qcow2"
             shutil.copyfile(self.disks.empty, fresh)
             name = f"top{self._tops}"
-            await self._ask("blockdev-add", **upper_node(fresh, name=name))
+            await self._execute("blockdev-add", **upper_node(fresh, name=name))
             below = f"disk{UPPER}" if self._tops == 1 else f"top{self._tops - 1}"
-            await self._ask("blockdev-snapshot", node=below, overlay=name)
+            await self._execute("blockdev-snapshot", node=below, overlay=name)
             self.disks = replace(self.disks, upper=(*self.disks.upper[:-1], frozen_disk, fresh))
             frozen_disk.hardlink_to(top)
         else:

@@ -14,19 +14,19 @@ from etude.sandboxes.qemu.guest.tunnels import CHUNK_BYTES, MAX_TUNNELS, WINDOW_
 
 CONNECT_TIMEOUT_S = 10.0
 
-Say = Callable[[dict[str, Any], bytes], None]
+Send = Callable[[dict[str, Any], bytes], None]
 
 
 class PortForwarder:
     """The tunnelled connections of one machine."""
 
-    def __init__(self, allow: Sequence[str], say: Say) -> None:
+    def __init__(self, allow: Sequence[str], send: Send) -> None:
         self._allow = frozenset(allow)
-        self._say = say
+        self._send = send
         self._open: dict[int, _Forwarder] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def hear(self, head: dict[str, Any], body: bytes) -> None:
+    def receive(self, head: dict[str, Any], body: bytes) -> None:
         """Process an agent's message about a tunnel; unknown messages are ignored.
 
         Raises ``KeyError``, ``TypeError``, ``ValueError`` or ``OverflowError`` for a head without its numbers.
@@ -35,7 +35,7 @@ class PortForwarder:
         if head["do"] == "open":
             self._start(number, str(head["place"]))
         elif forwarder := self._open.get(number):
-            forwarder.hear(head["do"], body, int(head.get("bytes", 0)))
+            forwarder.receive(head["do"], body, int(head.get("bytes", 0)))
 
     async def close(self) -> None:
         """Close every connection."""
@@ -45,9 +45,9 @@ class PortForwarder:
 
     def _start(self, number: int, place: str) -> None:
         if place not in self._allow or number in self._open or len(self._open) >= MAX_TUNNELS:
-            self._say({"do": "shut", "tunnel": number}, b"")
+            self._send({"do": "shut", "tunnel": number}, b"")
             return
-        forwarder = _Forwarder(number, self._say)
+        forwarder = _Forwarder(number, self._send)
         self._open[number] = forwarder
         task = asyncio.create_task(forwarder.run(place))
         self._tasks.add(task)
@@ -61,16 +61,16 @@ class PortForwarder:
 class _Forwarder:
     """One connection: copies data from the tunnel to the place and back."""
 
-    def __init__(self, number: int, say: Say) -> None:
+    def __init__(self, number: int, send: Send) -> None:
         self._number = number
-        self._say = say
+        self._send = send
         self._waiting = bytearray()
         self._ahead_bytes = 0
         self._ended = self._broken = False
         self._news = asyncio.Event()
         self._taken = asyncio.Event()
 
-    def hear(self, do: str, body: bytes, count: int) -> None:
+    def receive(self, do: str, body: bytes, count: int) -> None:
         """Handle ``data``, ``end``, ``ack`` or ``shut``."""
         self._waiting += body
         self._ahead_bytes -= count
@@ -86,7 +86,7 @@ class _Forwarder:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reader, writer = await connect(host, int(port))
         except (OSError, TimeoutError):
-            self._say({"do": "shut", "tunnel": self._number}, b"")
+            self._send({"do": "shut", "tunnel": self._number}, b"")
             return
         back = asyncio.create_task(self._carry_back(reader))
         try:
@@ -98,7 +98,7 @@ class _Forwarder:
             pass  # one end is gone; the other is notified below
         finally:
             writer.transport.abort()  # do not wait for a peer that does not read
-            self._say({"do": "shut", "tunnel": self._number}, b"")
+            self._send({"do": "shut", "tunnel": self._number}, b"")
             back.cancel()
             await asyncio.gather(back, return_exceptions=True)
 
@@ -109,7 +109,7 @@ class _Forwarder:
                 self._waiting.clear()
                 writer.write(data)
                 await writer.drain()
-                self._say({"do": "ack", "tunnel": self._number, "bytes": len(data)}, b"")
+                self._send({"do": "ack", "tunnel": self._number, "bytes": len(data)}, b"")
             elif self._ended:
                 writer.write_eof()
                 return
@@ -120,9 +120,9 @@ class _Forwarder:
     async def _carry_back(self, reader: asyncio.StreamReader) -> None:
         while data := await reader.read(CHUNK_BYTES):
             self._ahead_bytes += len(data)
-            self._say({"do": "data", "tunnel": self._number}, data)
+            self._send({"do": "data", "tunnel": self._number}, data)
             await self._settle(WINDOW_BYTES)
-        self._say({"do": "end", "tunnel": self._number}, b"")
+        self._send({"do": "end", "tunnel": self._number}, b"")
         await self._settle(1)
 
     async def _settle(self, limit_bytes: int) -> None:

@@ -140,7 +140,7 @@ class QemuSandbox:
 
     async def _exec(self, argv: Sequence[str], stdin: str, timeout_s: float, place: Mapping[str, Any]) -> ExecResult:
         order = {"argv": list(argv), "timeout_s": timeout_s, **place}
-        head = (await self._ask("exec", order, stdin.encode(), timeout_s=timeout_s + GRACE_S)).head
+        head = (await self._request("exec", order, stdin.encode(), timeout_s=timeout_s + GRACE_S)).head
         return ExecResult(
             exit_code=int(head["exit_code"]),
             stdout=str(head["stdout"]),
@@ -152,7 +152,7 @@ class QemuSandbox:
 
     async def read_file(self, path: str) -> str | None:
         """The first 8 MiB of a file's text. See :meth:`~etude.protocols.Sandbox.read_file`."""
-        answer = await self._ask("read", {"path": path}, timeout_s=FILE_TIMEOUT_S)
+        answer = await self._request("read", {"path": path}, timeout_s=FILE_TIMEOUT_S)
         return answer.body.decode("utf-8", "replace") if answer.head["found"] else None
 
     async def write_file(self, path: str, text: str) -> None:
@@ -165,18 +165,18 @@ class QemuSandbox:
             raise ValueError(f"limit_bytes={limit_bytes!r}: a virtual machine exports at most {2 * EXPORT_LIMIT_BYTES}")
         order = {"paths": list(paths), "limit_bytes": limit_bytes}
         async with self._bulk:
-            tar = (await self._ask("export", order, timeout_s=ARCHIVE_TIMEOUT_S)).body
+            tar = (await self._request("export", order, timeout_s=ARCHIVE_TIMEOUT_S)).body
         await asyncio.to_thread(_check_archive, tar)
         return tar
 
     async def load(self, tar: bytes) -> None:
         """See :meth:`~etude.protocols.Sandbox.load`."""
         async with self._bulk:
-            await self._ask("load", {}, tar, timeout_s=ARCHIVE_TIMEOUT_S)
+            await self._request("load", {}, tar, timeout_s=ARCHIVE_TIMEOUT_S)
 
     async def stats(self) -> SandboxStats:
         """Usage of the commands, as the machine's kernel counts it."""
-        stats: Mapping[str, Any] = (await self._ask("stats", {}, timeout_s=FILE_TIMEOUT_S)).head["stats"]
+        stats: Mapping[str, Any] = (await self._request("stats", {}, timeout_s=FILE_TIMEOUT_S)).head["stats"]
         return SandboxStats(
             memory_bytes=float(stats["memory_bytes"]),
             disk_bytes=float(stats["disk_bytes"]),
@@ -187,22 +187,22 @@ class QemuSandbox:
 
     async def kill_processes(self) -> None:
         """Kill every command, with all that it started."""
-        await self._ask("kill_all", {}, timeout_s=FILE_TIMEOUT_S)
+        await self._request("kill_all", {}, timeout_s=FILE_TIMEOUT_S)
 
     async def snapshot(self) -> Image:
         """The files as a layer over the image's; commands stand still meanwhile."""
 
         async def pack(*, is_first: bool) -> tuple[bytes, bool]:
             """The next part of the written files, as a tar, and whether it is the last."""
-            answer = await self._ask("pack", {"first": is_first}, timeout_s=ARCHIVE_TIMEOUT_S)
+            answer = await self._request("pack", {"first": is_first}, timeout_s=ARCHIVE_TIMEOUT_S)
             return answer.body, bool(answer.head["last"])
 
         async with self._still:
-            await self._ask("freeze", {"frozen": True}, timeout_s=FILE_TIMEOUT_S)
+            await self._request("freeze", {"frozen": True}, timeout_s=FILE_TIMEOUT_S)
             try:
                 return await self._provider.keep_files(self.spec, pack)
             finally:
-                await self._ask("freeze", {"frozen": False}, timeout_s=FILE_TIMEOUT_S)
+                await self._request("freeze", {"frozen": False}, timeout_s=FILE_TIMEOUT_S)
 
     async def fork(self, count: int = 1) -> Sequence["QemuSandbox"]:
         """Copies that continue in the middle of this one's processes; it is paused for a moment."""
@@ -227,9 +227,9 @@ class QemuSandbox:
         datas = {path: text.encode() for path, text in files.items()}
         if datas:
             sizes = [[path, len(data)] for path, data in datas.items()]
-            await self._ask("write", {"files": sizes}, b"".join(datas.values()), timeout_s=FILE_TIMEOUT_S)
+            await self._request("write", {"files": sizes}, b"".join(datas.values()), timeout_s=FILE_TIMEOUT_S)
 
-    async def _ask(self, do: str, head: Mapping[str, Any], body: bytes = b"", *, timeout_s: float) -> GuestMessage:
+    async def _request(self, do: str, head: Mapping[str, Any], body: bytes = b"", *, timeout_s: float) -> GuestMessage:
         self._check_open()
         try:
             return await self._machine.link.ask(do, head, body, timeout_s=timeout_s)

@@ -218,15 +218,15 @@ class RemoteSandbox:
         """Run one command; cancelling this call ends it. A connection lost meanwhile is an error of the sandbox."""
         order = wire.ExecRequest(argv=list(argv), stdin=stdin, timeout_s=timeout_s, environment=dict(environment or {}))
         wait_s = timeout_s + GRACE_S if timeout_s > 0 else GRACE_S
-        return (await self._ask(wire.ExecReply, "exec", order, timeout_s=wait_s)).result
+        return (await self._request(wire.ExecReply, "exec", order, timeout_s=wait_s)).result
 
     async def read_file(self, path: str) -> str | None:
         """The text of a file, or ``None`` if there is none; ``ValueError`` if it is not a regular file."""
-        return (await self._ask(wire.FileText, "read", wire.PathOnly(path=path))).text
+        return (await self._request(wire.FileText, "read", wire.PathOnly(path=path))).text
 
     async def write_file(self, path: str, text: str) -> None:
         """Create or replace a file and its parent folders; ``ValueError`` if the path cannot be a regular file."""
-        await self._ask(wire.Done, "write", wire.FileText(path=path, text=text))
+        await self._request(wire.Done, "write", wire.FileText(path=path, text=text))
 
     async def export(self, paths: Sequence[str], *, limit_bytes: int = EXPORT_LIMIT_BYTES) -> bytes:
         """A tar of files and whole folders; ``ValueError`` beyond the limit.
@@ -256,15 +256,15 @@ class RemoteSandbox:
 
     async def stats(self) -> SandboxStats:
         """Current usage, as measured by the server's provider."""
-        return (await self._ask(wire.Use, "stats")).stats()
+        return (await self._request(wire.Use, "stats")).stats()
 
     async def kill_processes(self) -> None:
         """Have the server kill all processes inside."""
-        await self._ask(wire.Done, "kill", attempts=ATTEMPTS)
+        await self._request(wire.Done, "kill", attempts=ATTEMPTS)
 
     async def snapshot(self) -> Image:
         """The current files, as an image that the server stores; no other provider has it."""
-        image = (await self._ask(wire.ImageReply, "snapshot", timeout_s=CREATE_TIMEOUT_S)).image
+        image = (await self._request(wire.ImageReply, "snapshot", timeout_s=CREATE_TIMEOUT_S)).image
         self._provider.keep_snapshot(image.digest)
         return image
 
@@ -275,7 +275,7 @@ class RemoteSandbox:
             raise ValueError(f"fork({count}): expected 1 to {wire.MAX_FORKS}")
         names = [uuid.uuid4().hex for _ in range(count)]
         try:
-            await self._ask(
+            await self._request(
                 wire.Done, "fork", wire.SandboxNames(names=names), timeout_s=CREATE_TIMEOUT_S, attempts=ATTEMPTS
             )
         except BaseException:
@@ -295,7 +295,7 @@ class RemoteSandbox:
         """Mark the sandbox as lost on the server: every later call fails with the reason."""
         self._loss = reason
 
-    async def _ask(
+    async def _request(
         self,
         kind: type[M],
         action: str,

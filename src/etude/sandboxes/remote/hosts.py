@@ -126,7 +126,7 @@ class HostedSandboxes:
         connect = connect or (lambda name: RemoteSandboxes(name, key, connections=each))
         self._hosts = {name: connect(name) for name in names}
         self._times = times
-        self._heard = {name: asyncio.Event() for name in names}
+        self._polled = {name: asyncio.Event() for name in names}
         """Set after the first poll of a host, whatever its result."""
         self._config_errors: dict[str, ConfigError] = {}
         """Hosts that reject the key, or use another version."""
@@ -251,7 +251,7 @@ class HostedSandboxes:
         if self._agreed is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_LOOK_S):
-                    await asyncio.gather(*(heard.wait() for heard in self._heard.values()))
+                    await asyncio.gather(*(polled.wait() for polled in self._polled.values()))
             for name, error in self._config_errors.items():
                 raise ConfigError(f"{name}: {error}") from error
             if not self._capabilities:
@@ -267,12 +267,12 @@ class HostedSandboxes:
                 await self._look(name)
                 heard_s = _now()
             except (EtudeError, ValueError) as error:
-                self._table.silent(name, str(error))
+                self._table.record_silence(name, str(error))
                 if isinstance(error, ConfigError):
                     self._config_errors[name] = error
                 if _now() - heard_s >= self._times.gone_s:
                     await self._give_up(name, f"host {name} gave no answer for {self._times.gone_s:g} s: {error}")
-            self._heard[name].set()
+            self._polled[name].set()
             await asyncio.sleep(self._times.look_s)
 
     async def _look(self, name: str) -> None:
@@ -286,7 +286,7 @@ class HostedSandboxes:
             self._capabilities[name] = await host.capabilities()
             if self._agreed is not None:
                 self._table.agree({name: self._capabilities[name]}, _now())
-        self._table.heard(name, report, _now())
+        self._table.record_report(name, report, _now())
         self._config_errors.pop(name, None)
 
     async def _give_up(self, name: str, reason: str) -> None:

@@ -70,7 +70,7 @@ class _Host:
     report: HostReport | None = None
     """The last report; ``None`` while it is silent."""
     incarnation: str = ""
-    fault: str = "it was not heard of yet"
+    fault: str = "no report yet"
     """Reason why there is no report."""
     placed: int = 0
     """Sandboxes placed since the report."""
@@ -124,7 +124,7 @@ class HostTable:
         """True if a report comes from a new process: everything made on that host earlier is gone."""
         return self._hosts[name].incarnation not in ("", report.incarnation)
 
-    def heard(self, name: str, report: HostReport, now: float) -> None:
+    def record_report(self, name: str, report: HostReport, now: float) -> None:
         """Record a report."""
         host = self._hosts[name]
         if self.is_anew(name, report):
@@ -135,7 +135,7 @@ class HostTable:
         host.placed, host.is_full = 0, False
         self._count(host, now)
 
-    def silent(self, name: str, fault: str) -> None:
+    def record_silence(self, name: str, fault: str) -> None:
         """Exclude a host until its next report."""
         host = self._hosts[name]
         host.report, host.fault = None, fault

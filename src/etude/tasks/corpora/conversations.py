@@ -164,7 +164,7 @@ def conversation(
         weights += [context_weight] * (len(prompt) - len(ids)) + [float(index not in unlearnt)] * len(reply)
         ids = prompt + reply
     if not any(message.role == "assistant" and index not in unlearnt for index, message in enumerate(messages)):
-        raise ValueError("the assistant says nothing that is to be learnt")
+        raise ValueError("no message of the assistant has a weight above 0")
     return Document(token_ids=np.array(ids, np.int32), weights=np.array(weights, np.float32))
 
 

@@ -43,7 +43,7 @@ async def serve(settings: dict[str, Any], answers: TextIO) -> None:
             request = json.loads(line)
             if request["do"] == "list":
                 tasks = list(itertools.islice(env.taskset, request["limit"]))
-                _say(answers, request, {"tasks": [_describe(index, task) for index, task in enumerate(tasks)]})
+                _reply(answers, request, {"tasks": [_describe(index, task) for index, task in enumerate(tasks)]})
             else:
                 answering = asyncio.create_task(_answer(vf, env, tasks, request, answers))
                 running.add(answering)
@@ -62,7 +62,7 @@ async def _answer(vf: Any, env: Any, tasks: list[Any], request: dict[str, Any], 
         context = vf.ModelContext(model=request["model"], client=client, sampling=sampling)
         [slot] = env.slots(tasks[request["index"]], 1)
         episode = await env.run_slot(slot, context)
-        _say(answers, request, judge(episode))
+        _reply(answers, request, judge(episode))
     finally:
         del os.environ[variable]
 
@@ -100,7 +100,7 @@ def _describe(index: int, task: Any) -> dict[str, Any]:
     return {"index": index, "name": name, "prompt": prompt or ""}
 
 
-def _say(answers: TextIO, request: dict[str, Any], answer: dict[str, Any]) -> None:
+def _reply(answers: TextIO, request: dict[str, Any], answer: dict[str, Any]) -> None:
     answers.write(json.dumps({"id": request["id"], **answer}) + "\n")
     answers.flush()
 

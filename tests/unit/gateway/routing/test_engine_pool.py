@@ -510,6 +510,6 @@ def test_real_servers_that_fail_and_come_back() -> None:
                     calls = (pool.generate(PROMPT, params, session=f"{round_} {index}") for index in range(8))
                     assert [len(completion.token_ids) for completion in await asyncio.gather(*calls)] == [6] * 8
                 await until(lambda: states(pool) == [EngineState.HEALTHY] * 2 + [EngineState.DEAD])
-                assert pool.list()[2].reason.startswith("nothing heard for")
+                assert pool.list()[2].reason.startswith("no contact for")
 
     play(scene)

@@ -68,7 +68,7 @@ def test_a_failure_makes_suspect_and_silence_dead() -> None:
     assert router.failed("a", "broken pipe", 100.0, in_call=True) is SUSPECT  # not dead at once, however long ago
     assert reason(router, "a") == "broken pipe"
     assert router.failed("a", "timeout", 100.0, in_call=False) is DEAD
-    assert reason(router, "a") == "nothing heard for 100 s, at last: timeout"
+    assert reason(router, "a") == "no contact for 100 s, at last: timeout"
     assert router.choose("s").reason is Reason.UNAVAILABLE
     router.report("a", health(), 101.0)
     assert state(router, "a") is SUSPECT
@@ -121,7 +121,7 @@ def test_a_crash_that_takes_many_calls_counts_once() -> None:
 
 def test_only_moves_of_the_table_exist() -> None:
     assert set(MOVES) == set(EngineState)
-    record = EngineRecord(entry=EngineEntry(name="a", url="u"), heard_at=0.0, poll_at=0.0)
+    record = EngineRecord(entry=EngineEntry(name="a", url="u"), last_contact_at=0.0, poll_at=0.0)
     record.move(HEALTHY, "")
     with pytest.raises(AssertionError, match="from healthy to dead"):
         record.move(DEAD, "")

@@ -24,19 +24,19 @@ class Peer:
         self.port = port
         port.setblocking(False)
         self._inbox = Inbox()
-        self._heard: list[GuestMessage] = []
+        self._received: list[GuestMessage] = []
 
-    async def say(self, head: dict[str, Any], body: bytes = b"") -> None:
+    async def send(self, head: dict[str, Any], body: bytes = b"") -> None:
         outbox = Outbox()
         outbox.add(GuestMessage(head, body))
         while outbox:
             await asyncio.get_running_loop().sock_sendall(self.port, outbox.next_frame())
 
-    async def hear(self) -> GuestMessage:
-        while not self._heard:
+    async def receive(self) -> GuestMessage:
+        while not self._received:
             data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.port, 1 << 16), WAIT_S)
-            self._heard += self._inbox.feed(data)
-        return self._heard.pop(0)
+            self._received += self._inbox.feed(data)
+        return self._received.pop(0)
 
 
 def play(scenario: Scenario, allow: tuple[str, ...] = ()) -> None:
@@ -56,12 +56,12 @@ def play(scenario: Scenario, allow: tuple[str, ...] = ()) -> None:
 def test_answers_find_who_asked_whatever_their_order() -> None:
     async def scenario(link: GuestLink, peer: Peer) -> None:
         requests = [asyncio.create_task(link.ask("do", {"n": n}, timeout_s=60)) for n in range(3)]
-        heard = [await peer.hear() for _ in requests]
-        assert [message.head["id"] for message in heard] == [7, 8, 9]
-        for message in reversed(heard):
-            await peer.say({"re": message.head["id"], "n": message.head["n"]}, b"body")
+        received = [await peer.receive() for _ in requests]
+        assert [message.head["id"] for message in received] == [7, 8, 9]
+        for message in reversed(received):
+            await peer.send({"re": message.head["id"], "n": message.head["n"]}, b"body")
         assert [(await task).head["n"] for task in requests] == [0, 1, 2]
-        await peer.say({"re": 7})  # it has no caller any more
+        await peer.send({"re": 7})  # it has no caller any more
 
     play(scenario)
 
@@ -70,7 +70,7 @@ def test_errors_keep_their_kind_and_silence_has_a_deadline() -> None:
     async def scenario(link: GuestLink, peer: Peer) -> None:
         for kind, error in (("value", ValueError), ("sandbox", SandboxError), ("other", SandboxError)):
             requests = asyncio.create_task(link.ask("do", {}, timeout_s=60))
-            await peer.say({"re": (await peer.hear()).head["id"], "error": [kind, "words"]})
+            await peer.send({"re": (await peer.receive()).head["id"], "error": [kind, "words"]})
             with pytest.raises(error, match="words"):
                 await requests
         with pytest.raises(SandboxError, match=r"did not answer 'slow' within 0.05 s"):
@@ -83,7 +83,7 @@ def test_errors_keep_their_kind_and_silence_has_a_deadline() -> None:
 def test_everybody_learns_that_a_machine_is_gone(noise: bytes) -> None:
     async def scenario(link: GuestLink, peer: Peer) -> None:
         requests = [asyncio.create_task(link.ask("do", {}, timeout_s=60)) for _ in range(2)]
-        await peer.hear()
+        await peer.receive()
         await asyncio.get_running_loop().sock_sendall(peer.port, noise)
         if not noise:
             peer.port.shutdown(socket.SHUT_RDWR)
@@ -100,8 +100,8 @@ def test_everybody_learns_that_a_machine_is_gone(noise: bytes) -> None:
 def test_a_tunnel_that_is_no_number_is_nonsense(tunnel: Any) -> None:
     async def scenario(link: GuestLink, peer: Peer) -> None:
         requests = asyncio.create_task(link.ask("do", {}, timeout_s=60))
-        await peer.hear()
-        await peer.say({"do": "open", "tunnel": tunnel, "place": "a:1"})
+        await peer.receive()
+        await peer.send({"do": "open", "tunnel": tunnel, "place": "a:1"})
         with pytest.raises(SandboxError, match="talks nonsense"):
             await requests
 
@@ -111,9 +111,9 @@ def test_a_tunnel_that_is_no_number_is_nonsense(tunnel: Any) -> None:
 def test_a_command_without_a_caller_is_killed() -> None:
     async def scenario(link: GuestLink, peer: Peer) -> None:
         requests = asyncio.create_task(link.ask("exec", {}, timeout_s=60))
-        number = (await peer.hear()).head["id"]
+        number = (await peer.receive()).head["id"]
         requests.cancel()
-        assert (await peer.hear()).head == {"do": "kill", "id": 0, "command": number}
+        assert (await peer.receive()).head == {"do": "kill", "id": 0, "command": number}
 
     play(scenario)
 
@@ -151,15 +151,15 @@ def test_a_tunnel_carries_both_ways_and_closes() -> None:
         try:
             with theirs:
                 peer = Peer(theirs)
-                await peer.say({"do": "open", "tunnel": 1, "place": place})
-                await peer.say({"do": "data", "tunnel": 1}, b"hello")
-                await peer.say({"do": "end", "tunnel": 1})
-                heard = [await peer.hear() for _ in range(3)]
-                assert [(message.head["do"], message.body) for message in heard] == [
+                await peer.send({"do": "open", "tunnel": 1, "place": place})
+                await peer.send({"do": "data", "tunnel": 1}, b"hello")
+                await peer.send({"do": "end", "tunnel": 1})
+                received = [await peer.receive() for _ in range(3)]
+                assert [(message.head["do"], message.body) for message in received] == [
                     ("ack", b""), ("data", b"HELLO"), ("end", b"")
                 ]  # fmt: skip
-                await peer.say({"do": "ack", "tunnel": 1, "bytes": 5})
-                assert (await peer.hear()).head["do"] == "shut"
+                await peer.send({"do": "ack", "tunnel": 1, "bytes": 5})
+                assert (await peer.receive()).head["do"] == "shut"
         finally:
             await link.close()
             server.close()
@@ -171,8 +171,8 @@ def test_a_tunnel_carries_both_ways_and_closes() -> None:
 @pytest.mark.parametrize("place", ["127.0.0.1:1", "169.254.169.254:80", "nonsense"])
 def test_a_tunnel_to_any_other_place_is_refused(place: str) -> None:
     async def scenario(link: GuestLink, peer: Peer) -> None:
-        await peer.say({"do": "open", "tunnel": 1, "place": place})
-        assert (await peer.hear()).head == {"do": "shut", "tunnel": 1}
+        await peer.send({"do": "open", "tunnel": 1, "place": place})
+        assert (await peer.receive()).head == {"do": "shut", "tunnel": 1}
 
     play(scenario, allow=("127.0.0.1:2",))
 
@@ -184,12 +184,12 @@ def test_a_connection_whose_peer_does_not_read_is_cut() -> None:
             server.setblocking(False)
             place = f"127.0.0.1:{server.getsockname()[1]}"
             forwarders = PortForwarder((place,), lambda head, body: output.append(head["do"]))
-            forwarders.hear({"do": "open", "tunnel": 1, "place": place}, b"")
+            forwarders.receive({"do": "open", "tunnel": 1, "place": place}, b"")
             peer, _ = await asyncio.get_running_loop().sock_accept(server)
             with peer:
                 sent = 0
                 while output.count("ack") == sent:
-                    forwarders.hear({"do": "data", "tunnel": 1}, bytes(WINDOW_BYTES))
+                    forwarders.receive({"do": "data", "tunnel": 1}, bytes(WINDOW_BYTES))
                     sent += 1
                     await asyncio.sleep(0.02)
                 async with asyncio.timeout(5):

@@ -45,7 +45,7 @@ def table(**free: int) -> HostTable:
     """A table of hosts with so much room."""
     hosts = HostTable(list(free))
     for name, room in free.items():
-        hosts.heard(name, report(room), 0.0)
+        hosts.record_report(name, report(room), 0.0)
     return hosts
 
 
@@ -77,7 +77,7 @@ class Model(RuleBasedStateMachine):
     def heard(self, name: str, free: int, places: int, is_draining: bool) -> None:
         last = report(free, places, is_draining=is_draining)
         for each in (self.table, self.twin):
-            each.heard(name, last, self.now)
+            each.record_report(name, last, self.now)
         self.reports[name] = last
         self.placed[name] = 0
         self.full.discard(name)
@@ -85,7 +85,7 @@ class Model(RuleBasedStateMachine):
     @rule(name=names)
     def silent(self, name: str) -> None:
         for each in (self.table, self.twin):
-            each.silent(name, "no answer")
+            each.record_silence(name, "no answer")
         self.reports.pop(name, None)
 
     @rule(name=names)
@@ -196,7 +196,7 @@ def test_an_image_leaves_its_host_when_others_have_far_more_room() -> None:
     first, second = image_order("image", ("a", "b"))
     hosts = table(**{first: 10, second: 100})
     assert hosts.choose("image", 0.0) == second
-    hosts.heard(first, report(60), 0.0)
+    hosts.record_report(first, report(60), 0.0)
     assert hosts.choose("image", 0.0) == first
 
 
@@ -229,7 +229,7 @@ def test_a_host_without_an_image_is_left_out_for_that_one_only() -> None:
     assert not hosts.is_nowhere("image", 1.0)
     hosts.has_no_image("b", "image", 0.0)
     assert hosts.is_nowhere("image", 1.0)
-    hosts.heard("b", report(10, incarnation="2"), 1.0)
+    hosts.record_report("b", report(10, incarnation="2"), 1.0)
     assert not hosts.is_nowhere("image", 1.0), "it was started anew, and may have it now"
 
 

@@ -212,7 +212,7 @@ class GuestAgent:
         ours.setblocking(False)
         os.set_blocking(port, False)
         self._selector = selectors.DefaultSelector()
-        self._port = _Channel(port, self._selector, self._hear)
+        self._port = _Channel(port, self._selector, self._receive)
         self._file_server = _Channel(ours.detach(), self._selector, self._port.send)
         self._tunnels = Tunnels(self._selector, lambda head, body: self._port.send(GuestMessage(head, body)))
         self._guest: GuestEnvironment | None = None
@@ -241,11 +241,11 @@ class GuestAgent:
             for command in [command for command in self._commands.values() if command.deadline <= now]:
                 command.kill(timed_out=True)
 
-    def _hear(self, message: GuestMessage) -> None:
+    def _receive(self, message: GuestMessage) -> None:
         head, body = message
         do = head["do"]
         if do in TUNNEL_WORDS:
-            self._tunnels.hear(head, body)
+            self._tunnels.receive(head, body)
         elif do in ERRANDS:
             self._file_server.send(message)
         else:
@@ -328,10 +328,12 @@ class GuestAgent:
 class _Channel:
     """Messages over a descriptor that does not block."""
 
-    def __init__(self, descriptor: int, selector: selectors.BaseSelector, hear: Callable[[GuestMessage], None]) -> None:
+    def __init__(
+        self, descriptor: int, selector: selectors.BaseSelector, receive: Callable[[GuestMessage], None]
+    ) -> None:
         self._descriptor = descriptor
         self._selector = selector
-        self._hear = hear
+        self._receive = receive
         self._inbox, self._outbox = Inbox(), Outbox()
         self._frame = memoryview(b"")
         self._resting = self._rests = False
@@ -366,7 +368,7 @@ class _Channel:
             if not data:
                 raise SystemExit("the host is gone")
             for message in self._inbox.feed(data):
-                self._hear(message)
+                self._receive(message)
         self._write()
 
     def _write(self) -> None:

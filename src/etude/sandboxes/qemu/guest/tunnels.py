@@ -20,15 +20,15 @@ MAX_TUNNELS = 200
 """At a time; a connection beyond them is closed at once."""
 BACKLOG = 32
 
-Say = Callable[[dict[str, Any], bytes], None]
+Send = Callable[[dict[str, Any], bytes], None]
 
 
 class Tunnels:
     """Listeners for the allowed places, and the connections to them."""
 
-    def __init__(self, selector: selectors.BaseSelector, say: Say) -> None:
+    def __init__(self, selector: selectors.BaseSelector, send: Send) -> None:
         self._selector = selector
-        self._say = say
+        self._send = send
         self._open: dict[int, _Tunnel] = {}
         self._listeners: list[socket.socket] = []
         self._made = 0
@@ -52,10 +52,10 @@ class Tunnels:
             return
         connection.setblocking(False)
         self._made += 1
-        self._open[self._made] = _Tunnel(self._made, connection, self._selector, self._say)
-        self._say({"do": "open", "tunnel": self._made, "place": place}, b"")
+        self._open[self._made] = _Tunnel(self._made, connection, self._selector, self._send)
+        self._send({"do": "open", "tunnel": self._made, "place": place}, b"")
 
-    def hear(self, head: dict[str, Any], body: bytes) -> None:
+    def receive(self, head: dict[str, Any], body: bytes) -> None:
         """Handle a message of the host about a tunnel; those about a closed tunnel are ignored."""
         tunnel = self._open.get(head["tunnel"])
         if tunnel is None:
@@ -91,11 +91,11 @@ class _Accept:
 class _Tunnel:
     """One connection of a command, and the data in transit to it."""
 
-    def __init__(self, number: int, connection: socket.socket, selector: selectors.BaseSelector, say: Say) -> None:
+    def __init__(self, number: int, connection: socket.socket, selector: selectors.BaseSelector, send: Send) -> None:
         self.number = number
         self._connection = connection
         self._selector = selector
-        self._say = say
+        self._send = send
         self._ahead_bytes = 0
         self._waiting = bytearray()
         self._reading, self._ends = True, False
@@ -137,21 +137,21 @@ class _Tunnel:
             data = b""
         self._reading = bool(data)
         self._ahead_bytes += len(data)
-        self._say({"do": "data" if data else "end", "tunnel": self.number}, data)
+        self._send({"do": "data" if data else "end", "tunnel": self.number}, data)
 
     def _write(self) -> bool:
         try:
             if self._waiting:
                 count = self._connection.send(self._waiting)
                 del self._waiting[:count]
-                self._say({"do": "ack", "tunnel": self.number, "bytes": count}, b"")
+                self._send({"do": "ack", "tunnel": self.number, "bytes": count}, b"")
             if self._ends and not self._waiting:
                 self._connection.shutdown(socket.SHUT_WR)
                 self._ends = False
         except BlockingIOError:
             pass
         except OSError:
-            self._say({"do": "shut", "tunnel": self.number}, b"")
+            self._send({"do": "shut", "tunnel": self.number}, b"")
             self._waiting.clear()
             return False
         return True
