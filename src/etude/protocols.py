@@ -25,6 +25,7 @@ from etude.types import (
     Task,
     TokenIds,
     Turn,
+    TurnKind,
     Verdict,
 )
 
@@ -115,7 +116,9 @@ class Completion:
     """[C] what top-p and top-k left to draw from; ``None`` where they were off."""
 
 
-def turn_of(prompt_ids: TokenIds, params: SamplingParams, completion: Completion) -> Turn:
+def turn_of(
+    prompt_ids: TokenIds, params: SamplingParams, completion: Completion, kind: TurnKind = TurnKind.ACT
+) -> Turn:
     """Make the turn of a completion that an engine sampled for ``prompt_ids`` [P] with ``params``.
 
     Raises ``ValueError`` where the record does not fit the tokens, as :class:`~etude.types.Turn` does.
@@ -127,6 +130,7 @@ def turn_of(prompt_ids: TokenIds, params: SamplingParams, completion: Completion
         versions=completion.versions,
         finish=completion.finish,
         temperature=params.temperature,
+        kind=kind,
         routes=completion.routes,
         sampling_mask=completion.sampling_mask,
     )

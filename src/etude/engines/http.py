@@ -62,9 +62,9 @@ PARAMS = tuple(field.name for field in fields(SamplingParams))
 MAX_LINE_BYTES = 2**20
 """Longest line of a chunk: far more tokens than any engine returns at once."""
 FINISH = "finish"
-"""Key of the finish reason, the only field of a completion that is not an array: stored as an index into
-:class:`~etude.types.Finish`.
+"""Key of the finish reason, the only field of a completion that is not an array: stored as an index into ``FINISHES``.
 """
+FINISHES = tuple(Finish)
 WRONG_KEY = (
     "this engine requires its key: a run's processes derive it from the run key (run.key, or ETUDE_RUN_KEY); a gateway "
     "of no run reads it from ETUDE_ENGINE_KEY"
@@ -144,7 +144,7 @@ def encode_completion(completion: Completion) -> bytes:
         "token_ids": completion.token_ids,
         "logprobs": completion.logprobs,
         "versions": completion.versions,
-        FINISH: np.array([list(Finish).index(completion.finish)], np.uint8),
+        FINISH: np.array([FINISHES.index(completion.finish)], np.uint8),
     }
     if completion.routes is not None:
         arrays["routes"] = completion.routes
@@ -166,7 +166,7 @@ def decode_completion(data: bytes) -> Completion:
             token_ids=arrays["token_ids"],
             logprobs=arrays["logprobs"],
             versions=arrays["versions"],
-            finish=list(Finish)[int(arrays[FINISH][0])],
+            finish=FINISHES[int(arrays[FINISH][0])],
             routes=arrays.get("routes"),
             sampling_mask=mask,
         )

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import final
@@ -199,22 +200,23 @@ class Metrics:
 
     def __init__(self, gauges: Callable[[], Gauges]) -> None:
         self._registry = registry = CollectorRegistry()
-        self._calls = Counter(
-            "etude_calls", "Model calls that are over.", ("api", "status", "traffic"), registry=registry
-        )
-        self._requests = Counter("etude_requests", "Other requests that are over.", ("status",), registry=registry)
-        self._seconds = Histogram(
+        calls = Counter("etude_calls", "Model calls that are over.", ("api", "status", "traffic"), registry=registry)
+        requests = Counter("etude_requests", "Other requests that are over.", ("status",), registry=registry)
+        seconds = Histogram(
             "etude_call_seconds", "Whole model calls.", ("traffic",), buckets=SECONDS, registry=registry
         )
-        self._first_token = Histogram(
+        first_token = Histogram(
             "etude_first_token_seconds", "To the first token.", ("traffic",), buckets=SECONDS, registry=registry
         )
-        self._tokens = Counter(
+        tokens = Counter(
             "etude_tokens",
             "Tokens of calls that got any; `reused` is the part of `prompt` that continues an earlier turn.",
             ("kind", "traffic"),
             registry=registry,
         )
+        # Time series by their labels: the library's own look-up takes a lock and checks the labels' names.
+        self._calls, self._requests, self._tokens = cache(calls.labels), cache(requests.labels), cache(tokens.labels)
+        self._seconds, self._first_token = cache(seconds.labels), cache(first_token.labels)
         self._over_budget = Counter("etude_budget_refusals", "Calls beyond their key's budget.", registry=registry)
         registry.register(GaugeCollector(gauges, LABELS))
         self._load = CallLoad()
@@ -224,19 +226,19 @@ class Metrics:
         status, traffic = str(record.status), record.traffic
         if record.api:
             self._load.add(record)
-            self._calls.labels(record.api, status, traffic).inc()
+            self._calls(record.api, status, traffic).inc()
         else:
-            self._requests.labels(status).inc()
+            self._requests(status).inc()
         if record.code == OVER_BUDGET:
             self._over_budget.inc()
         if not record.api or not traffic:
             return
-        self._seconds.labels(traffic).observe(record.seconds)
+        self._seconds(traffic).observe(record.seconds)
         if record.first_token_s is not None:
-            self._first_token.labels(traffic).observe(record.first_token_s)
-            self._tokens.labels("prompt", traffic).inc(record.prompt_tokens)
-            self._tokens.labels("reused", traffic).inc(record.reused_tokens)
-            self._tokens.labels("sampled", traffic).inc(record.completion_tokens)
+            self._first_token(traffic).observe(record.first_token_s)
+            self._tokens("prompt", traffic).inc(record.prompt_tokens)
+            self._tokens("reused", traffic).inc(record.reused_tokens)
+            self._tokens("sampled", traffic).inc(record.completion_tokens)
 
     def take_load(self) -> CallLoad:
         """The sums since the previous call of this method."""

@@ -17,9 +17,10 @@ A caller that disconnects cancels the call: until the turn is recorded, the call
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -433,6 +434,7 @@ class ReplySampler:
             completion,
             request.caller.conversation.session_id,
             reused=request.prompt.reused,
+            kind=request.caller.kind,
         )
         if self._shadow is not None and request.caller.arm is not None:
             began = request.record.dispatched
@@ -442,7 +444,7 @@ class ReplySampler:
             message=message,
             finish_reason=_finish_reason(message, reader, completion.finish),
             stop_text=reader.stop_text,
-            turn=replace(turn, kind=request.caller.kind),
+            turn=turn,
         )
 
     def _options(self, request: GenerationRequest) -> CallOptions:
@@ -549,10 +551,17 @@ class Recorder:
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """The same parameters, with a request for routes if routes are recorded."""
-        return replace(params, want_routes=self._space is not None)
+        has_routes = self._space is not None
+        return params if params.want_routes is has_routes else replace(params, want_routes=has_routes)
 
     async def turn(
-        self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str, reused: int = 0
+        self,
+        prompt_ids: TokenIds,
+        params: SamplingParams,
+        completion: Completion,
+        session_id: str,
+        reused: int = 0,
+        kind: TurnKind = TurnKind.ACT,
     ) -> Turn:
         """One turn, with its routes and sampling mask, if any, on disk.
 
@@ -560,27 +569,24 @@ class Recorder:
         cover all of these tokens but the last, are not written again. Raises :class:`~etude.errors.CaptureError` for a
         record that is inconsistent.
         """
-        recorded = replace(
-            completion,
-            routes=completion.routes if self._space is not None else None,
-            sampling_mask=completion.sampling_mask if self._payloads is not None else None,
-        )
-        if recorded.routes is None and recorded.sampling_mask is None:
-            return self._checked(prompt_ids, params, recorded)
+        routes = completion.routes if self._space is not None else None
+        sampling_mask = completion.sampling_mask if self._payloads is not None else None
+        if routes is not completion.routes or sampling_mask is not completion.sampling_mask:
+            completion = replace(completion, routes=routes, sampling_mask=sampling_mask)
+        if routes is None and sampling_mask is None:
+            return self._checked(prompt_ids, params, completion, kind)
         # Checking megabytes of routes would block the event loop for too long.
         stored = max(reused - 1, 0)
-        return await asyncio.to_thread(self._stowed, prompt_ids, params, recorded, session_id, stored)
+        turn = partial(self._checked, prompt_ids, params, completion, kind)
+        return await asyncio.to_thread(self._stowed, turn, session_id, stored)
 
-    def _stowed(
-        self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str, stored: int
-    ) -> Turn:
+    def _stowed(self, turn: Callable[[], Turn], session_id: str, stored: int) -> Turn:
         assert self._payloads is not None, "bulky parts are only recorded where there is a folder for them"
-        turn = self._checked(prompt_ids, params, completion)
-        return self._payloads.stow(turn, session_id, stored, sampled_only=self._sampled_only)
+        return self._payloads.stow(turn(), session_id, stored, sampled_only=self._sampled_only)
 
-    def _checked(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion) -> Turn:
+    def _checked(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, kind: TurnKind) -> Turn:
         try:
-            turn = turn_of(prompt_ids, params, completion)
+            turn = turn_of(prompt_ids, params, completion, kind)
             self._check(turn, params)
         except ValueError as error:
             raise CaptureError(f"the engine's record of a turn is inconsistent: {error}") from error

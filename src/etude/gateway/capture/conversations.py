@@ -136,6 +136,7 @@ class Conversation:
         self._format = chat_format
         self._turns = TurnStore() if turns is None else turns
         self._trees: list[tuple[_Preamble, Node]] = []
+        self._last_search: tuple[Call, int, Node, TreeMatch] | None = None  # the second: turns at that time
         self._answers: dict[str, _Recorded] = {}  # by answer id, oldest first; at most one per turn
         self._requests: dict[str, list[_Recorded]] = {}
         self._replays: deque[_Recorded] = deque()  # calls that a fork must repeat, the next one first
@@ -157,7 +158,8 @@ class Conversation:
         messages = self._messages(call)
         if not messages:
             raise ValueError("there is nothing to answer: give messages or a prompt")
-        prompt = self._continued(find(self._tree(call), messages), messages, call)
+        _, match = self._search(call, messages)
+        prompt = self._continued(match, messages, call)
         if prompt is not None:
             return prompt
         return Prompt(
@@ -203,6 +205,7 @@ class Conversation:
         if (earlier := self.answered(request_id, call)) is not None:
             return earlier
         end, continued = self._place(call, answer)
+        self._last_search = None  # the tree has grown, and the call has text of its own
         first_turn = len(self._turns)
         self._turns.record([reply.turn for reply in answer.replies], continued)
         if end is not None:
@@ -248,6 +251,7 @@ class Conversation:
         for _, root in self._trees:
             free_tree(root)
         self._trees.clear()
+        self._last_search = None
         self._answers.clear()
         self._requests.clear()
         self._replays.clear()
@@ -286,6 +290,16 @@ class Conversation:
         preamble = _preamble(call)
         return next((root for other, root in self._trees if other == preamble), None) or new_root()
 
+    def _search(self, call: Call, messages: Sequence[ChatMessage]) -> "tuple[Node, TreeMatch]":
+        """The tree of a call and the match of its ``messages``. Trees grow only with turns, so a call that no turn came
+        between is not searched for twice.
+        """
+        last = self._last_search
+        if last is None or last[0] is not call or last[1] != len(self._turns):
+            root = self._tree(call)
+            last = self._last_search = call, len(self._turns), root, find(root, messages)
+        return last[2], last[3]
+
     def _continued(self, match: "TreeMatch", messages: Sequence[ChatMessage], call: Call) -> Prompt | None:
         """The prompt after the matched reply; ``None`` without one, or if the template cannot be applied there."""
         if match.reply is None or match.reply.turn is None:
@@ -322,11 +336,10 @@ class Conversation:
         """The node at which a call ends, added if it is new, and the turn that its prompt continues."""
         if call.prompt is not None:
             return None, self._turns.longest_prefix(answer.replies[0].turn.prompt_ids)
-        root = self._tree(call)
+        messages = self._messages(call)
+        root, match = self._search(call, messages)
         if not root.children:
             self._trees.append((_preamble(call), root))
-        messages = self._messages(call)
-        match = find(root, messages)
         return insert(match, messages), None if match.reply is None else match.reply.turn
 
     def _same_call(self, call: Call, candidates: Sequence[_Recorded]) -> Answer | None:

@@ -439,10 +439,12 @@ async def read_body(request: web.BaseRequest, record: RequestRecord, longest_s: 
     if (request.content_length or 0) > limit:
         raise too_large
     try:
-        if not request.content.is_eof():
-            await _invite(request)
-        async with asyncio.timeout(longest_s):
+        if request.content.is_eof():  # all of it arrived with its headers
             body = await request.read()
+        else:
+            await _invite(request)
+            async with asyncio.timeout(longest_s):
+                body = await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise too_large from error
     except TimeoutError as error:

@@ -175,7 +175,7 @@ class EnginePool:
         :class:`~etude.errors.EngineUnavailable` when none answered.
         """
         call = _RoutedCall(session=session, options=options, began=self._clock.now())
-        turn = StreamedTurn(as_list(prompt_ids), params)
+        turn = StreamedTurn(prompt_ids, params)
         while True:
             name = await self._choose(call)
             with self._calling(name, call):
@@ -184,7 +184,7 @@ class EnginePool:
                 self.counters.continued += turn.resume(call.trouble)
             else:  # no token was sent
                 self.counters.anew += 1
-                turn = StreamedTurn(as_list(prompt_ids), params)
+                turn = StreamedTurn(prompt_ids, params)
 
     async def _whole(self, name: str, call: "_RoutedCall", turn: "StreamedTurn") -> Completion:
         """The complete turn, the rest of which one engine samples."""
@@ -210,7 +210,7 @@ class EnginePool:
         raises :class:`~etude.errors.EngineUnavailable`.
         """
         call = _RoutedCall(session=session, options=options, began=self._clock.now())
-        turn = StreamedTurn(as_list(prompt_ids), params)
+        turn = StreamedTurn(prompt_ids, params)
         while not turn.complete:
             name = await self._choose(call)
             with self._calling(name, call):
@@ -435,7 +435,7 @@ def _last(versions: Ids) -> int | None:
 class StreamedTurn:
     """The chunks of a turn that have arrived, and the request for the rest. Pure."""
 
-    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, prompt: TokenIds, params: SamplingParams) -> None:
         self.prompt = prompt
         """The prompt for the current engine."""
         self.params = params
@@ -473,7 +473,7 @@ class StreamedTurn:
         if lost := self._loss():
             raise EngineUnavailable(f"a turn broke off after {len(sent)} tokens; {lost} is lost: call again") from error
         prompt, params = self._original
-        self.prompt = prompt + sent
+        self.prompt = [*as_list(prompt), *sent]
         self.params = replace(
             params, max_tokens=params.max_tokens - len(sent), sampled_before=params.sampled_before + len(sent)
         )
