@@ -175,7 +175,7 @@ def simulate_fleet(fleet: Fleet, *, seed: int = 0, extent: "SimulationExtent | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationExtent:
-    """How long a fleet is simulated."""
+    """Limits of a simulation."""
 
     hours: float | None = None
     """The simulated time; ``None``: one round of the workload."""

@@ -225,7 +225,7 @@ class Factory:
             one.table.lose(name)
         else:
             one.table.report(name, RegionReport(version=region.counted(), places=PLACES), 0.0)
-        one.heard = self.trainer.published if self.rules.hears_published else one.table.heard
+        one.heard = self.trainer.published if self.rules.hears_published else one.table.admitted_version
 
     def lose_sight(self, region: Region, engine: int) -> None:
         self.lost += 1
