@@ -2,6 +2,7 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -35,6 +36,7 @@ from etude.run.phases import run_phases
 from etude.run.weight_log import open_log
 from etude.trainer.mismatch import Mismatch, MismatchLevel
 from etude.types import Json
+from waiting import wait_until
 
 torch.set_num_threads(1)
 INVARIANT, FAST = NumericsConfig(arithmetic="invariant"), NumericsConfig(arithmetic="fast")
@@ -165,22 +167,20 @@ def recipe(**sections: dict[str, Json]) -> RunConfig:
     return parse_config({**tree, **sections}, source="test")
 
 
-def test_a_gate_that_begins_before_the_weights_compares_random_ones_and_waits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gate_that_begins_before_the_weights_compares_random_ones_and_waits(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", recipe())
     open_log(folder)  # as the supervisor does
-    with ThreadPoolExecutor() as pool:
+    printed = StringIO()
+    with redirect_stdout(printed), ThreadPoolExecutor() as pool:
         waiting = pool.submit(gate, folder)
-        printed = ""
-        while "to the last bit" not in printed and not waiting.done():
-            printed += capsys.readouterr().out
-        assert printed.startswith("random weights:")
-        assert not waiting.done()
+        wait_until(lambda: "to the last bit" in printed.getvalue() or waiting.done(), timeout_s=240.0)
+        is_early, first = not waiting.done(), len(printed.getvalue())
         run_phases(folder)
         waiting.result(60)
-    assert "published weights:" in (again := capsys.readouterr().out)
-    assert "to the last bit" in again
+    assert is_early
+    random, published = printed.getvalue()[:first], printed.getvalue()[first:]
+    assert random.startswith("random weights:")
+    assert "published weights:" in published and "to the last bit" in published
 
 
 @pytest.mark.parametrize(

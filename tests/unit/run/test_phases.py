@@ -219,7 +219,7 @@ def test_bad_conversations_are_refused_before_mid_training(done: RunFolder, tmp_
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n')
     folder = RunFolder.create(tmp_path / "run", config_of(tmp_path / "bad.jsonl"))
     shutil.copytree(done.path / "phases" / "start", folder.path / "phases" / "start")
-    with pytest.raises(ConfigError, match="line 1: the assistant says nothing"):
+    with pytest.raises(ConfigError, match="line 1: no message of the assistant has a weight above 0"):
         run_phases(folder)
     assert not [event for event in events_of(folder) if isinstance(event, ImitationProgress | PhaseEnded)]
 

@@ -33,7 +33,7 @@ def ui(
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = 0,
     descriptor: Annotated[int | None, typer.Option("--fd", hidden=True)] = None,
 ) -> None:
-    """Look at runs in a browser: curves, rollouts, weights, users, as they go on."""
+    """Look at runs in a browser: curves, rollouts, weights, users, live."""
     if descriptor is not None:
         be_child()
     if not runs and not RUNS.is_dir():

@@ -109,8 +109,8 @@ def test_what_follows_the_last_reply_is_left_out() -> None:
         (b"{", "it is not JSON"),
         (b"[]", "the line is not an object"),
         (line_of([], model="x"), "the line has 'model'"),
-        (line_of([]), "the assistant says nothing"),
-        (line_of(SESSION[:2]), "the assistant says nothing"),
+        (line_of([]), "no message of the assistant has a weight above 0"),
+        (line_of(SESSION[:2]), "no message of the assistant has a weight above 0"),
         (line_of([{"role": "robot", "content": ""}]), "message 1 has no role out of system"),
         (line_of([{"role": "user"}]), "message 1: content is not a text"),
         (line_of([{"role": "user", "content": [{"type": "image", "text": ""}]}]), "not of type text"),
@@ -146,7 +146,9 @@ def write(folder: Path, lines: Sequence[bytes]) -> Path:
 def test_bad_lines_are_named_before_anything_is_trained(tmp_path: Path) -> None:
     good = line_of(SESSION)
     file = write(tmp_path, [good, b"{", b"", good, line_of(SESSION[:1])])
-    with pytest.raises(ConfigError, match=r"line 2: it is not JSON.*\n  line 5: the assistant says nothing"):
+    with pytest.raises(
+        ConfigError, match=r"line 2: it is not JSON.*\n  line 5: no message of the assistant has a weight above 0"
+    ):
         Conversations(file, CHAT, TRAIN, context_weight=0.0)
     with pytest.raises(ConfigError, match="and 40 more"):
         Conversations(write(tmp_path, [b"{"] * 50), CHAT, HELDOUT, context_weight=0.0)
