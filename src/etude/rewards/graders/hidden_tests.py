@@ -16,8 +16,8 @@ Attribution of failures: a test that fails, hangs, kills its process or leaves n
 same tests run in an untouched sandbox. There they must start, end in time and, of the tests that passed before, pass at
 least one. If they do not, or if a sandbox fails, the fault is in the system: :class:`~etude.errors.SandboxError`, and
 no reward at all. If only the time was too short, this machine is busy or slower than the one on which the task was made
-(perhaps an emulated processor): the work is graded again with as much time as the untouched sandbox took. The task
-keeps this time limit until it is measured again, when its tests next run out of time.
+(perhaps an emulated processor): the work is graded again with at least twice the time that the untouched sandbox took.
+The task keeps this time limit until it is measured again, when its tests next run out of time.
 
 If an agent's work fills all of the disk space of a grading sandbox, the fault is the agent's
 (:class:`~etude.errors.AgentFault`).
@@ -105,6 +105,8 @@ GRACE_S = 600.0
 """Life of a sandbox beyond its grading."""
 PACE = 4.0
 """Factor by which the time limit of a task's tests is raised until it is enough on a slow machine."""
+HEADROOM = 2.0
+"""Least ratio of a time limit to the time that the tests took in an untouched sandbox: the load of a machine varies."""
 SOUND_TASKS = 4096
 """Number of tasks for which the result in an untouched sandbox is cached."""
 
@@ -264,7 +266,7 @@ class HiddenTestGrader:
                 f"set it aside{more}\n{report.tail}"
             )
         needed_s = checks.timeout_s
-        while needed_s < report.result.seconds:
+        while needed_s < HEADROOM * report.result.seconds:
             needed_s *= PACE
         names = frozenset(map(test_of, checks.must_pass))
         untouched = Untouched(needed_s=min(needed_s, longest_s), idle=report.passed & names)

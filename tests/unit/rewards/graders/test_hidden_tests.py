@@ -260,7 +260,7 @@ def test_time_is_given_to_the_task_whose_tests_need_it_and_only_as_long_as_they_
     never = math.inf
     slow = dataclasses.replace(with_checks(probes=(), timeout_s=10.0), environment=None)
     other = dataclasses.replace(slow, task_id="other")
-    stage = Stage(*(30.0, never, 5.0), *(never, 30.0, never, 30.0), *(5.0, never, 5.0), *(never, 15.0))
+    stage = Stage(*(18.0, never, 5.0), *(never, 18.0, never, 18.0), *(5.0, never, 5.0), *(never, 15.0))
     longest_s = 10 + 900 / 2 / 8
 
     async def act() -> None:
