@@ -13,11 +13,12 @@ expectation; the interval is that of the regression (two degrees of freedom fewe
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import Self
 
 import numpy as np
 
+from etude.dashboard.statistics import student
 from etude.simulation.figures import RunFigures, done_steps
 from etude.telemetry.events import Logged
 
@@ -27,7 +28,6 @@ LEAST_STEPS = 8
 """Minimum number of steps of a batch."""
 LEAST_DAYS = 6
 """Minimum number of days, where a batch is a day."""
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +109,3 @@ def regressed(values: Sequence[float], controls: Sequence[float], expected: floa
     leverage = 1 / count + ((expected - centre) ** 2 / spread if spread else 0.0)
     half = student(count - 2) * float(variance * leverage) ** 0.5
     return SteadyMean(fmean(values) + slope * (expected - centre), half)
-
-
-def student(freedom: int) -> float:
-    """Quantile of Student's distribution for a two-sided interval: the first terms of its expansion around the normal
-    one, to 1 % from four degrees of freedom on.
-    """
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )

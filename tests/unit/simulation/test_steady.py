@@ -4,8 +4,9 @@ from random import Random
 
 import pytest
 
+from etude.dashboard.statistics import student
 from etude.simulation.figures import RunFigures
-from etude.simulation.steady import BATCHES, LEAST_DAYS, LEAST_STEPS, SteadyState, batches_of, regressed, student
+from etude.simulation.steady import BATCHES, LEAST_DAYS, LEAST_STEPS, SteadyState, batches_of, regressed
 from etude.telemetry.events import Logged, StepDone
 
 MEAN, SEEDS = 10.0, 300

@@ -136,7 +136,7 @@ class Conversation:
         self._format = chat_format
         self._turns = TurnStore() if turns is None else turns
         self._trees: list[tuple[_Preamble, Node]] = []
-        self._last_search: tuple[Call, int, Node, TreeMatch] | None = None  # the second: turns at that time
+        self._last_search: tuple[Call, Node, TreeMatch] | None = None  # until a turn is recorded
         self._answers: dict[str, _Recorded] = {}  # by answer id, oldest first; at most one per turn
         self._requests: dict[str, list[_Recorded]] = {}
         self._replays: deque[_Recorded] = deque()  # calls that a fork must repeat, the next one first
@@ -291,14 +291,14 @@ class Conversation:
         return next((root for other, root in self._trees if other == preamble), None) or new_root()
 
     def _search(self, call: Call, messages: Sequence[ChatMessage]) -> "tuple[Node, TreeMatch]":
-        """The tree of a call and the match of its ``messages``. Trees grow only with turns, so a call that no turn came
-        between is not searched for twice.
+        """The tree of a call and the match of its ``messages``. Trees grow only with turns, so a call is searched for
+        once if no other turn is recorded before its own.
         """
-        last = self._last_search
-        if last is None or last[0] is not call or last[1] != len(self._turns):
+        if self._last_search is None or self._last_search[0] is not call:
             root = self._tree(call)
-            last = self._last_search = call, len(self._turns), root, find(root, messages)
-        return last[2], last[3]
+            self._last_search = call, root, find(root, messages)
+        _, root, match = self._last_search
+        return root, match
 
     def _continued(self, match: "TreeMatch", messages: Sequence[ChatMessage], call: Call) -> Prompt | None:
         """The prompt after the matched reply; ``None`` without one, or if the template cannot be applied there."""
