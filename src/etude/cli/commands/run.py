@@ -22,6 +22,7 @@ from etude.run.data_copies import LIMIT_GIB, plan_data
 from etude.run.fleet_plan import devices_of, plan_loop, replicas_of
 from etude.run.folder import RunFolder, remove_unbegun
 from etude.run.judging import check_judge
+from etude.run.launchers.fork_server import fork_server
 from etude.run.local import default_out, run_local
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.placement import fleet_of
@@ -98,6 +99,8 @@ def run(
         print(dump_toml(config), end="")
         print("".join(f"# {line}\n" for line in about_reward), end="")
         return _print_tasks(config)
+    if machines is None or machines.launcher == "local":
+        fork_server()  # imports what the run's processes need, while this process checks the recipe
     from etude.cli.commands.check import show_ready  # loads torch, which a dry run has no need of
 
     if machines is not None and len(machines.regions) > 1:

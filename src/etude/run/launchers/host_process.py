@@ -1,10 +1,12 @@
 """One process on this machine: start, status, stop. All launchers that start processes on a machine use it.
 
 A process leads its own session and process group: Ctrl-C only reaches the supervisor, and the children of a process are
-killed with it. The kernel ends the process when the thread that started it ends, so it never outlives its launcher.
+killed with it. The kernel ends the process when the thread or the fork server that started it ends, so it never
+outlives its launcher.
 """
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -16,12 +18,11 @@ from typing import final
 
 from etude.fleet.specs import ETUDE, ProcessSpec, ProcessStatus
 from etude.run.heartbeat import HEARTBEAT_VARIABLE
+from etude.run.launchers.fork_server import THREADING, ForkedProcess, ForkOrder, ForkServer
 from etude.run.parent import PR_SET_PDEATHSIG, SUPERVISOR_VARIABLE
 
-THREADING = {"GOMP_SPINCOUNT": "1000"}
-"""Time that an OpenMP thread spins before it sleeps. The default is milliseconds, which made two-threaded training ten
-times slower on a machine with busy cores; this short spin costs 5 % on an idle machine.
-"""
+MEMORY_S = 5.0
+"""Interval at which the memory of a process is measured, which takes some milliseconds."""
 LOG_TAIL_BYTES = 64 * 1024
 """Bytes read from the end of a log to find its last line."""
 
@@ -30,28 +31,31 @@ LOG_TAIL_BYTES = 64 * 1024
 class HostProcess:
     """One incarnation of a process; its output is appended to ``log``, its heartbeats are the times of a file."""
 
-    def __init__(self, spec: ProcessSpec, *, log: Path, heartbeat: Path, environment: Mapping[str, str]) -> None:
-        """Start it; ``environment`` adds variables that are not in its spec."""
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        *,
+        log: Path,
+        heartbeat: Path,
+        environment: Mapping[str, str],
+        server: ForkServer | None = None,
+    ) -> None:
+        """Start it; ``environment`` adds variables that are not in its spec. A ``server`` forks étude's commands."""
         self.log = log
         self._heartbeat = heartbeat
+        self._memory_bytes, self._measured_s = 0, -math.inf
         heartbeat.touch()
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command_line(spec),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={
-                    **THREADING,
-                    **os.environ,
-                    **environment,
-                    **spec.environment,
-                    SUPERVISOR_VARIABLE: str(os.getpid()),
-                    HEARTBEAT_VARIABLE: str(heartbeat.absolute()),
-                },
-                start_new_session=True,
-                preexec_fn=_die_with_parent(),
-            )
+        variables = {
+            **THREADING,
+            **os.environ,
+            **environment,
+            **spec.environment,
+            HEARTBEAT_VARIABLE: str(heartbeat.absolute()),
+        }
+        if server is not None and spec.command[0] == ETUDE:
+            self._process: ForkedProcess | subprocess.Popen[bytes] = _forked(server, spec, variables, log)
+        else:
+            self._process = _started(spec, variables, log)
         self._incarnation = f"{os.uname().nodename}:{self._process.pid}:{time.time_ns()}"
 
     @property
@@ -68,7 +72,7 @@ class HostProcess:
             pid=self._process.pid,
             exit_status=exit_status,
             beat=self._beat(),
-            memory_bytes=self._memory_bytes() if exit_status is None else 0,
+            memory_bytes=self._measured_memory() if exit_status is None else 0,
             log=str(self.log),
             last_line="" if exit_status is None else last_line(self.log),
         )
@@ -92,13 +96,13 @@ class HostProcess:
         except OSError:
             return 0
 
-    def _memory_bytes(self) -> int:
-        """Resident memory; 0 if the system does not report it."""
-        try:
-            resident_pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        except (OSError, IndexError):
-            return 0
-        return resident_pages * os.sysconf("SC_PAGE_SIZE")
+    def _measured_memory(self) -> int:
+        """Its memory in bytes, as of the last measurement."""
+        now_s = time.monotonic()
+        if now_s - self._measured_s >= MEMORY_S:
+            self._measured_s = now_s
+            self._memory_bytes = proportional_memory(self._process.pid)
+        return self._memory_bytes
 
 
 def stop_all(processes: Collection[HostProcess], grace_s: float) -> None:
@@ -110,12 +114,48 @@ def stop_all(processes: Collection[HostProcess], grace_s: float) -> None:
         process.make_sure(deadline_s)
 
 
-def host_process(spec: ProcessSpec, folder: Path, environment: Mapping[str, str]) -> HostProcess:
-    """Start a process with its log and heartbeat file in a run's ``folder``."""
+def host_process(
+    spec: ProcessSpec, folder: Path, environment: Mapping[str, str], server: ForkServer | None = None
+) -> HostProcess:
+    """Start a process with its log and heartbeat file in a run's ``folder``; a ``server`` forks étude's commands."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    heartbeat = folder / f".{spec.name}.beat"
-    return HostProcess(spec, log=logs / f"{spec.name}.log", heartbeat=heartbeat, environment=environment)
+    log, heartbeat = logs / f"{spec.name}.log", folder / f".{spec.name}.beat"
+    return HostProcess(spec, log=log, heartbeat=heartbeat, environment=environment, server=server)
+
+
+def _forked(server: ForkServer, spec: ProcessSpec, environment: Mapping[str, str], log: Path) -> ForkedProcess:
+    """Fork one of étude's own commands."""
+    _, *arguments = spec.command
+    return server.fork(
+        ForkOrder(arguments=arguments, environment=environment, folder=str(Path.cwd()), log=str(log.absolute()))
+    )
+
+
+def _started(spec: ProcessSpec, environment: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+    """Start a program."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command_line(spec),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**environment, SUPERVISOR_VARIABLE: str(os.getpid())},
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),
+        )
+
+
+def proportional_memory(pid: int) -> int:
+    """Memory of a process in bytes, each shared page divided by the number of processes that share it.
+
+    0 if the system does not report it.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
 
 
 def command_line(spec: ProcessSpec) -> list[str]:

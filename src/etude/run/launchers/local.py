@@ -6,6 +6,7 @@ from typing import final
 from etude.config.section import Section
 from etude.fleet.launcher import LaunchContext
 from etude.fleet.specs import ProcessSpec, ProcessStatus
+from etude.run.launchers.fork_server import fork_server
 from etude.run.launchers.host_process import HostProcess, host_process, stop_all
 
 LOOPBACK = "127.0.0.1"
@@ -32,7 +33,7 @@ class LocalLauncher:
         if process is not None and not process.has_ended:
             return
         group = {} if spec.group is None else spec.group.rendezvous(LOOPBACK)
-        self._processes[spec.name] = host_process(spec, self._folder, group)
+        self._processes[spec.name] = host_process(spec, self._folder, group, fork_server())
 
     def remove(self, *names: str, grace_s: float) -> None:
         """Stop processes with SIGTERM, then SIGKILL."""
