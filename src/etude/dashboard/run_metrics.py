@@ -158,7 +158,7 @@ class RunMetrics:
         self.restarts = 0
         """Number of processes that died and were restarted, over the whole run."""
         self.memory_bytes_max: int | None = None
-        """Maximum resident memory of all processes of the run together."""
+        """Maximum memory of all processes of the run together."""
         self.memory_bytes: int | None = None
         """Their current memory."""
         self.last_rollout: Timed[RolloutClosed] | None = None

@@ -95,7 +95,7 @@ class ProcessStatus:
     beat: int = 0
     """Changes with each heartbeat."""
     memory_bytes: int = 0
-    """Resident memory; 0 if unknown."""
+    """Memory, with its share of what other processes use as well; 0 if unknown."""
     log: str = ""
     """Location of its output."""
     last_line: str = ""

@@ -34,7 +34,7 @@ class ProcessStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUsed:
-    """Total resident memory of the run's processes, without sandboxes."""
+    """Total memory of the run's processes, without sandboxes; what several of them share counts once."""
 
     size_bytes: int
 

@@ -91,7 +91,7 @@ EXPORTED: Mapping[str, Exported] = MappingProxyType(
         ),
         "etude_weights_published": Exported(title="newest weight version", section="Weights"),
         "etude_weights_bytes": Exported(title="size of the newest version", unit="bytes", section="Weights"),
-        "etude_memory_bytes": Exported(title="resident memory of the run's processes", unit="bytes"),
+        "etude_memory_bytes": Exported(title="memory of the run's processes, without sandboxes", unit="bytes"),
         "etude_process_starts": Exported(title="starts of a process", labels=("process",), kind="counter"),
         "etude_outage": Exported(title="outage of a dependency that a process waits for", labels=("process", "what")),
         "etude_alert_firing": Exported(title="a rule of alerts holds", labels=("alert",)),

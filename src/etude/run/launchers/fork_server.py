@@ -28,6 +28,7 @@ from typing import final
 import orjson
 
 from etude.closing import Closing
+from etude.errors import InfrastructureError
 
 SERVER = "etude.cli.fork_server"
 """Module that the server runs."""
@@ -84,7 +85,10 @@ class ForkServer(Closing):
         return self._process.poll() is not None
 
     def fork(self, order: ForkOrder) -> "ForkedProcess":
-        """Start a process, after the imports. Raises ``ChildProcessError`` if the server has ended."""
+        """Start a process, after the imports.
+
+        Raises :class:`~etude.errors.InfrastructureError` if the server has ended, or the environment is too large.
+        """
         try:
             with self._lock:
                 self._messages.setblocking(True)
@@ -92,7 +96,7 @@ class ForkServer(Closing):
                 while (pid := self._receive()) is None:
                     pass
         except OSError as error:
-            raise ChildProcessError("the fork server has ended: start its processes again") from error
+            raise InfrastructureError(f"the fork server cannot start `etude {order.arguments[0]}`: {error}") from error
         return ForkedProcess(self, pid)
 
     def exit_status(self, pid: int) -> int | None:

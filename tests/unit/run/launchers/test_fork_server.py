@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.errors import InfrastructureError
 from etude.run.launchers.fork_server import ForkedProcess, ForkOrder, ForkServer, fork_server
 from waiting import WAIT_S, wait_until
 
@@ -109,8 +110,14 @@ def test_processes_end_with_their_server(tmp_path: Path) -> None:
         os.kill(parent_of(process.pid), signal.SIGKILL)
         assert process.wait(WAIT_S) == -signal.SIGKILL
         assert server.has_ended
-        with pytest.raises(ChildProcessError, match="has ended"):
-            server.fork(order(tmp_path, "--version"))
+        with pytest.raises(InfrastructureError, match="cannot start `etude show`"):
+            server.fork(order(tmp_path, "show"))
+
+
+def test_an_environment_beyond_the_limit_is_an_error(server: ForkServer, tmp_path: Path) -> None:
+    with pytest.raises(InfrastructureError, match="too long"):
+        server.fork(order(tmp_path, "--version", LARGE="x" * 2_000_000))
+    assert server.fork(order(tmp_path, "--version")).wait(WAIT_S) == 0
 
 
 def parent_of(process: int) -> int:
