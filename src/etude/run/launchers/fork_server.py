@@ -30,6 +30,8 @@ import orjson
 from etude.closing import Closing
 from etude.errors import InfrastructureError
 
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
+"""Keeps NumPy's library from starting threads when it is imported: a fork has only the thread that forks."""
 SERVER = "etude.cli.fork_server"
 """Module that the server runs."""
 THREADING = {"GOMP_SPINCOUNT": "1000"}
@@ -67,7 +69,7 @@ class ForkServer(Closing):
                 [sys.executable, "-m", SERVER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**THREADING, **os.environ},
+                env={**THREADING, **os.environ, **SINGLE_THREADED},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

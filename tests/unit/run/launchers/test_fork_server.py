@@ -114,6 +114,13 @@ def test_processes_end_with_their_server(tmp_path: Path) -> None:
             server.fork(order(tmp_path, "show"))
 
 
+def test_the_server_has_one_thread(server: ForkServer, tmp_path: Path) -> None:
+    process = serving(server, tmp_path)  # all is imported
+    assert len(list(Path(f"/proc/{parent_of(process.pid)}/task").iterdir())) == 1
+    process.terminate()
+    process.wait(WAIT_S)
+
+
 def test_an_environment_beyond_the_limit_is_an_error(server: ForkServer, tmp_path: Path) -> None:
     with pytest.raises(InfrastructureError, match="too long"):
         server.fork(order(tmp_path, "--version", LARGE="x" * 2_000_000))
