@@ -117,6 +117,18 @@ def test_one_greedy_try_afterwards_passes_more_than_sixteen_tries_of_the_start()
             assert ended >= begun
 
 
+@pytest.mark.parametrize("file", sorted((RECIPES / "quickstart").glob("exploration*.json")), ids=lambda file: file.stem)
+def test_the_readme_has_the_figures_of_exploration(file: Path) -> None:
+    text = (RECIPES / "quickstart" / "README.md").read_text().replace("*", "")
+    for row in orjson.loads(file.read_bytes())["results"]:
+        start, eight, greedy, end, greedy_end = (
+            f"{100 * row[name]:.1f}"
+            for name in ("pass_before", "pass_at_8", "greedy_before", "pass_after", "greedy_after")
+        )
+        assert f"{start}, {eight}, {greedy} %" in text or row["contestant"] != "none"
+        assert f"{end}, {greedy_end} %" in text
+
+
 def test_shuffled_rewards_teach_nothing() -> None:
     for control in beside("control"):
         config = control["config"]
