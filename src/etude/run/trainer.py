@@ -379,9 +379,10 @@ class TrainerProcess(Closing):
 
 def selection_distance(groups: Sequence[Group]) -> float:
     """Estimate, without bias, from one batch the distance of the task draws from a uniform choice: the total variation
-    distance ½ Σ |q − 1/N| is the mean of ½ |1 − w| over draws, w = 1 / (N q).
+    distance ½ Σ |q − 1/N| = Σ max(0, q − 1/N) is the mean of max(0, 1 − w) over draws, w = 1 / (N q). The mean of
+    ½ |1 − w| would leave out tasks with q = 0, which are never drawn.
     """
-    return sum(abs(1 - group.weight) for group in groups) / (2 * max(1, len(groups)))
+    return sum(max(0.0, 1 - group.weight) for group in groups) / max(1, len(groups))
 
 
 def batch_of(
