@@ -36,11 +36,12 @@ from etude.models.spec import ModelSpec
 from etude.protocols import HarnessResult, SamplingParams
 from etude.rewards.graders.answers import SUBMITTED, AnswerGrader
 from etude.rollouts.fake import FakeSandbox
+from etude.run.batches import batch_of
 from etude.run.numerics import decoded_state, load_published, published_state, serving_model, training_model
 from etude.run.penalties import Penalties
 from etude.run.resolve import resolve
 from etude.run.task_families import open_family
-from etude.run.trainer import batch_of, scored, totals_of
+from etude.run.trainer import scored, totals_of
 from etude.run.trainer_group import rate_schedule
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import ChatMessage

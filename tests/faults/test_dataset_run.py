@@ -38,7 +38,7 @@ def test_ten_lines_and_a_file_train_a_model(tmp_path: Path) -> None:
     assert report["steps"] == STEPS
     assert report["heldout"]["n"] == 8
     assert report["learning"]["groups_resampled"] >= 0
-    assert all(0 <= step["selection_distance"] <= 2 for step in report["curve"])
+    assert all(0 <= step["selection_distance"] <= 1 for step in report["curve"])
     folder = RunFolder.open(out)
     with open_ledger(folder) as ledger:
         groups = list(ledger.groups(TRAIN))

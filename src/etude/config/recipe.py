@@ -313,6 +313,7 @@ class RunConfig(Section):
         others = {
             f"credit.kind = {self.credit.kind!r}": self.credit.is_by_turn,
             "effort.weight": self.effort.weight > 0,
+            "loss.reference_beta": self.loss.reference_beta > 0,
             "hints.weight": self.hints.weight > 0,
         }
         teaching = [name for name, teaches in others.items() if teaches]
@@ -325,7 +326,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _controlled(self) -> Self:
-        others = {"credit.kind = 'shaped'": self.credit.kind == "shaped", "hints.weight": self.hints.weight > 0}
+        others = {
+            "credit.kind = 'shaped'": self.credit.kind == "shaped",
+            "effort.weight": self.effort.weight > 0,
+            "hints.weight": self.hints.weight > 0,
+        }
         teaching = [name for name, teaches in others.items() if teaches]
         if self.reward.shuffled and teaching:
             raise ValueError(

@@ -1,8 +1,8 @@
 """The held-out result of a run: before and after RL, sampled and greedy, with errors that generalise to other
 templates.
 
-    evaluation before ┐
-                      ├──▶ tasks that both have attempted ──▶ rates, mean rewards, and their paired differences
+    evaluation before ┬──▶ rates and mean rewards of each, over the tasks that it has attempted
+                      ├──▶ tasks that both have attempted ──▶ paired differences
     evaluation after  ┘
 
 If every reward is 0 or 1, the pass rate is the complete result. Fractional rewards are summarised by their mean, in
@@ -121,17 +121,18 @@ def _tried(values: Values, clusters: Sequence[str]) -> tuple[list[float], list[s
 
 
 def _difference(prefix: str, before: Values, after: Values, clusters: Sequence[str]) -> dict[str, Json]:
-    """The error and the interval of after − before, over the tasks that both have attempted."""
+    """After − before with its error and interval, over the tasks that both have attempted."""
     pairs = [
         (float(first), float(second), cluster)
         for first, second, cluster in zip(before, after, clusters, strict=False)
         if first is not None and second is not None
     ]
     if not pairs:
-        return {f"{prefix}stderr": None, f"{prefix}interval": None}
+        return {f"{prefix}difference": None, f"{prefix}stderr": None, f"{prefix}interval": None}
     firsts, seconds, of = zip(*pairs, strict=True)
     difference = difference_of(firsts, seconds, of)
     return {
+        f"{prefix}difference": _ratio(difference.value),
         f"{prefix}stderr": _ratio(difference.stderr),
         f"{prefix}interval": [_ratio(difference.low), _ratio(difference.high)],
     }
@@ -149,6 +150,8 @@ class Comparison:
     after: float | None
     stderr_before: float | None
     stderr_after: float | None
+    difference: float | None
+    """After − before over the tasks that both have attempted; ``None`` if these are not known."""
     stderr: float | None
     """The standard error of the difference."""
     interval: tuple[float, float] | None
@@ -158,8 +161,10 @@ class Comparison:
 
     @property
     def gain(self) -> float | None:
-        """The difference."""
-        return None if self.before is None or self.after is None else self.after - self.before
+        """The difference; that of the two figures, each over its own tasks, if no tasks can be paired."""
+        if self.difference is not None or self.before is None or self.after is None:
+            return self.difference
+        return self.after - self.before
 
     def value(self, number: float | None) -> str:
         """Format the value before or after, or that of an axis tick."""
@@ -190,6 +195,7 @@ def comparison(report: Mapping[str, Json], way: str) -> Comparison:
         after=number_at(heldout, f"{name}_after"),
         stderr_before=number_at(heldout, f"{errors}stderr_before"),
         stderr_after=number_at(heldout, f"{errors}stderr_after"),
+        difference=number_at(heldout, f"{errors}difference"),
         stderr=number_at(heldout, f"{errors}stderr"),
         interval=(ends[0], ends[1]) if len(ends) == 2 else None,
         is_rate=not fractions,

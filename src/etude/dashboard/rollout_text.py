@@ -174,7 +174,7 @@ def _advantages(turns: Sequence[ReadTurn]) -> str:
 
 
 def _weighing(compared: ReadComparison) -> str:
-    """Number of compared rollouts, and the group's weight that compensates for missing ones."""
+    """Number of compared rollouts, and the group's weight."""
     missing = (("quarantined", compared.quarantined), ("lost", compared.lost))
     words = f"{compared.rollouts} compared" + "".join(f", {number} {name}" for name, number in missing if number)
     if compared.weight != 1:

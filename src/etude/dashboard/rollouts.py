@@ -168,7 +168,9 @@ class ReadComparison:
     lost: int
     """Number of slots lost to infrastructure failures."""
     weight: float
-    """Factor of the group's advantages that compensates for quarantined and lost rollouts."""
+    """Factor of the group's advantages: its task's importance weight, times the compensation for quarantined and lost
+    rollouts.
+    """
     has_signal: bool
     """True if any turn of the group has an advantage; else nothing is trained on."""
     step_tokens: int | None

@@ -480,10 +480,10 @@ def _missing() -> Text:
 
 
 def _gain_cells(figures: Comparison) -> tuple[Text, Text, Text]:
-    before, after, error = figures.before, figures.after, figures.stderr
-    if before is None or after is None or error is None:
+    before, after, gained, error = figures.before, figures.after, figures.gain, figures.stderr
+    if gained is None or error is None:
         return Text(figures.value(before)), Text(figures.value(after)), _missing()
     low = figures.interval[0] if figures.interval else 0.0
-    style = f"bold {GOOD if low > 0 else 'default' if after >= before else WARN}"
-    gain = Text.assemble((figures.change(figures.gain), style), (f" ± {figures.error(error)}", DIM))
+    style = f"bold {GOOD if low > 0 else 'default' if gained >= 0 else WARN}"
+    gain = Text.assemble((figures.change(gained), style), (f" ± {figures.error(error)}", DIM))
     return Text(figures.value(before)), Text(figures.value(after), "bold"), gain

@@ -100,7 +100,8 @@ def score(
         impossible: True if the task cannot be passed honestly.
 
     Raises :class:`~etude.errors.ConfigError` for a missing value if the part says ``error``, and
-    :class:`~etude.errors.InfrastructureError` if the rollout has to wait for it.
+    :class:`~etude.errors.InfrastructureError` if the rollout has to wait for it, or if its reward is the grade and this
+    is not finite: the grader is broken.
     """
     value, parts, masked = _sum_of_parts(grade, values, policy.reward)
     verdict = None if findings is None else _verdict(grade, findings, policy, impossible=impossible)
@@ -139,6 +140,8 @@ def _sum_of_parts(
     neither gain more than the recipe promises nor stop the run. The record has the original value.
     """
     if not config.parts:
+        if not math.isfinite(grade.value):
+            raise InfrastructureError(f"the grader returned {grade.value}: expected a finite number; repair it")
         return grade.value, grade.parts, ""
     sources = {**values, GRADER: grade.value, **{f"{GRADER}.{name}": value for name, value in grade.parts.items()}}
     given = {part.name: sources.get(part.source, math.nan) for part in config.parts}

@@ -36,6 +36,7 @@ from etude.ledger.changes import LIVE, TRAIN
 from etude.ledger.states import GroupState
 from etude.rewards.score import penalty, trained_value
 from etude.rewards.transcript import SpokenTurn
+from etude.run.batches import compared_group
 from etude.run.detokenize import decoder, turn_reader
 from etude.run.file_changes import FileChanges
 from etude.run.folder import RunFolder
@@ -293,20 +294,23 @@ def _credit_of(
     group: Group, purpose: str, state: GroupState, step_tokens: int | None, config: RunConfig
 ) -> _CreditView:
     group = replace(group, rollouts=tuple(_without_payloads(rollout) for rollout in group.rollouts))
-    trained = [rollout for rollout in group.rollouts if not rollout.is_quarantined]
+    compared = compared_group(group, config)
+    trained = [rollout for rollout in compared.rollouts if not rollout.is_quarantined]
     why = _why_untrained(purpose, state, trained)
     if why:
         return _unknown_credit(group, state, f"not trained on: {why}")
     baseline = config.loss.baseline
     penalties = {rollout.rollout_id: penalty(rollout, config.effort) for rollout in trained}
     try:
-        batch = build_batch(1, [group], baseline, penalties, config.credit, LiveComparison(baseline="none"))
+        batch = build_batch(1, [compared], baseline, penalties, config.credit, LiveComparison(baseline="none"))
     except ValueError as error:  # recorded under another recipe
         return _unknown_credit(group, state, f"advantages are unknown: {error}")
     trajectories: dict[str, list[Trajectory]] = {}
     for trajectory in batch.trajectories:
         trajectories.setdefault(trajectory.rollout_id, []).append(trajectory)
-    weight = group_weight(baseline, compared=len(trained), graded=len(group.rollouts), lost=group.lost)
+    weight = compared.weight * group_weight(
+        baseline, compared=len(trained), graded=len(group.rollouts), lost=group.lost
+    )
     comparisons = {
         rollout.rollout_id: ReadComparison(
             penalty=penalties[rollout.rollout_id],

@@ -34,6 +34,7 @@ from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import load_spec
 from etude.rewards.shaping.parts import mean_parts
 from etude.rollouts.admission import BatchPlan
+from etude.run.batches import batch_of
 from etude.run.checkpoint_copies import CheckpointCopies
 from etude.run.distillation import DistillationBatcher
 from etude.run.events import open_events
@@ -50,8 +51,6 @@ from etude.run.trainer_group import build_trainer, rate_schedule
 from etude.run.weight_log import open_log
 from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
-from etude.trainer.batching.baselines import LiveComparison
-from etude.trainer.batching.batch import build_batch, shuffle_rewards
 from etude.trainer.batching.build import build_trajectories
 from etude.trainer.batching.packing import Cost, MicroBatch, pack
 from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch
@@ -379,27 +378,10 @@ class TrainerProcess(Closing):
 
 def selection_distance(groups: Sequence[Group]) -> float:
     """Estimate, without bias, from one batch the distance of the task draws from a uniform choice: the total variation
-    distance ½ Σ |q − 1/N| is the mean of ½ |1 − w| over draws, w = 1 / (N q).
+    distance ½ Σ |q − 1/N| = Σ max(0, q − 1/N) is the mean of max(0, 1 − w) over draws, w = 1 / (N q). The mean of
+    ½ |1 − w| would leave out tasks with q = 0, which are never drawn.
     """
-    return sum(abs(1 - group.weight) for group in groups) / (2 * max(1, len(groups)))
-
-
-def batch_of(
-    step: int,
-    groups: Sequence[Group],
-    penalties: Mapping[str, float],
-    config: RunConfig,
-    earlier: Sequence[ObservedSession] = (),
-) -> Batch:
-    """Build the batch of a step with the recipe's advantages; those of live sessions also use ``earlier`` sessions. A
-    control run's rewards are shuffled first.
-    """
-    if not config.tasks.selection.importance_weights:
-        groups = [group if group.is_live else replace(group, weight=1.0) for group in groups]
-    if config.reward.shuffled:
-        groups = [shuffle_rewards(group, seed=config.seed) for group in groups]
-    live = LiveComparison(baseline=config.live.baseline, earlier=earlier)
-    return build_batch(step, groups, config.loss.baseline, penalties, config.credit, live)
+    return sum(max(0.0, 1 - group.weight) for group in groups) / max(1, len(groups))
 
 
 def totals_of(batch: Batch) -> Totals:

@@ -208,9 +208,12 @@ class TrainingState:
         partial.replace(file)
 
     def load(self, file: Path, *, optimiser: bool) -> None:
-        """Go on from what :meth:`save` wrote, with its moments if ``optimiser``."""
+        """Go on from what :meth:`save` wrote, with its moments if ``optimiser``, else without any; gradients so far are
+        dropped.
+        """
         saved = load_file(file)
         self._tensors.restore({name: value for name, value in saved.items() if optimiser or name.startswith("model/")})
+        self._optimiser.zero_grad()
 
     def _check(self, datum: Datum, loss: _NamedLoss) -> None:
         if missing := sorted(loss.inputs - datum.inputs.keys()):

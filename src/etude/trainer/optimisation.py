@@ -187,7 +187,7 @@ class Optimisation:
         return tensor if phase == MODEL or tensor is None else self._moments.like(key, tensor)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state that :meth:`tensors` returned, sharded as the model is.
+        """Restore the state that :meth:`tensors` returned, sharded as the model is; moments that it lacks are dropped.
 
         Raises :class:`~etude.errors.DamagedError` if a tensor is missing, has the wrong shape or belongs to another
         model.
@@ -201,6 +201,7 @@ class Optimisation:
                 raise DamagedError(f"tensor {name!r} should be {expected}, it is {norm}")
             with torch.no_grad():
                 place.copy_(saved[name])
+        self.reset()
         for name, parameter in self.model.named_parameters():
             moments = _below(tensors, f"{OPTIMISER}/{name}/")
             if moments:

@@ -151,6 +151,7 @@ class PolicyTrainer:
         if not microbatch:
             return scores.logprobs_N.sum(), _MicroBatchStats()
         proximal_N = tokens.old_logprobs_N
+        assert proximal_N is not None or self._config.old_policy == "engine", "the loss asks for the old policy"
         if self._config.correction == "decoupled":
             staleness_N = step - 1 - tokens.versions_N
             proximal_N = proximal_logprobs(scores.logprobs_N, tokens.engine_logprobs_N, staleness_N)

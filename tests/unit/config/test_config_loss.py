@@ -181,3 +181,12 @@ def test_a_deviation_of_rewards_says_nothing_of_turns() -> None:
     with pytest.raises(ConfigError, match=r"does not go with loss\.baseline = 'mean_std'"):
         parse_config(tree | {"loss": {"kind": "ppo_clip", "baseline": "mean_std"}}, source="test")
     assert parse_config(tree | {"loss": {"kind": "grpo", "baseline": "mean"}}, source="test").loss.kind == "grpo"
+
+
+def test_groups_that_a_reference_teaches_from_are_not_dropped() -> None:
+    """Rollouts with equal rewards are at different distances from the reference: such a group has a gradient."""
+    tree = {"rollouts": {"max_resamples": 4}, "loss": {"reference_beta": 0.01}}
+    with pytest.raises(ConfigError, match=r"max_resamples = 4 .*loss\.reference_beta teaches from these, too"):
+        parse_config(tree, source="test")
+    in_the_loss = {"rollouts": {"max_resamples": 4}, "loss": {"kl_coef": 0.01}}
+    assert parse_config(in_the_loss, source="test").rollouts.max_resamples == 4

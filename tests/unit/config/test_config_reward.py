@@ -130,3 +130,6 @@ def test_a_control_with_shuffled_rewards_has_no_other_teacher() -> None:
     shaped = {"credit": {"kind": "shaped", "options": {"shaping": 0.5}}, "reward": {"shuffled": True}}
     with pytest.raises(ConfigError, match=r"reward\.shuffled.*credit\.kind = 'shaped' teaches"):
         parse_config(shaped, source="test")
+    effort = {"effort": {"weight": 0.1, "prices": {"turns": 1.0}}, "reward": {"shuffled": True}}
+    with pytest.raises(ConfigError, match=r"reward\.shuffled.*effort\.weight teaches"):
+        parse_config(effort, source="test")

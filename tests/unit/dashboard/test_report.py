@@ -76,6 +76,19 @@ def test_what_was_not_tried_twice_is_in_no_difference(config: RunConfig) -> None
     assert (about_errors({"heldout": alone}), comparison({"heldout": alone}, "sampled").interval) == ("", None)
 
 
+def test_a_gain_is_over_the_tasks_of_its_interval(config: RunConfig) -> None:
+    """Seven of the eight tasks that passed before are missing afterwards: of the 57 others, 8 more pass."""
+    before, after = evaluation("before", 0, 8, 8), evaluation("after", 0, 16, 8)
+    lost = replace(after, sampled_passed=[*[None] * 7, *after.sampled_passed[7:]], sampled_pass=9 / 57)
+    report = _report_of([before, lost], config)
+    gained = comparison(report, "sampled")
+    assert (gained.before, gained.after) == (0.125, 0.1579)
+    assert gained.gain == pytest.approx(8 / 57, abs=1e-4)
+    assert gained.interval is not None and sum(gained.interval) / 2 == pytest.approx(8 / 57, abs=1e-4)
+    greedy = comparison(report, "greedy")
+    assert greedy.gain == 0
+
+
 def test_errors_are_over_tasks_where_each_has_a_template_of_its_own(config: RunConfig) -> None:
     own = [f"template-{task}" for task in range(64)]
     events = [

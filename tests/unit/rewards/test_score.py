@@ -140,6 +140,13 @@ def test_what_is_no_finite_number_is_missing(value: float | None) -> None:
     assert (assumed.value, assumed.parts["asking"], assumed.parts["assumed"]) == (-0.125, 0.5, 1.0)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_grade_that_is_no_finite_number_is_never_a_reward(value: float) -> None:
+    """A grader that divides by zero once would make the gradient of a whole batch not finite."""
+    with pytest.raises(InfrastructureError, match=r"the grader returned (nan|-?inf): expected a finite number"):
+        score(passed(value), (), {}, policy())
+
+
 @given(st.floats(), st.dictionaries(st.sampled_from(["behaviour.asking", "behaviour.other"]), st.floats()))
 def test_whatever_the_values_the_sum_stays_within_its_range(graded: float, values: dict[str, float]) -> None:
     rules = policy(*(part | {"missing": 0.5} for part in SUM))

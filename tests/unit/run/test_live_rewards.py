@@ -13,8 +13,8 @@ from etude.config.recipe import RunConfig
 from etude.config.rollouts import RolloutConfig
 from etude.errors import ConfigError
 from etude.ledger.ledger import LIVE, Ledger
+from etude.run.batches import batch_of
 from etude.run.live_rewards import LiveRewards
-from etude.run.trainer import batch_of
 from etude.telemetry.log import EventLog
 from etude.types import Finish, JoinedSession, LiveSession, Signal, SignalKind, Turn
 

@@ -13,12 +13,12 @@ from etude.config.loading import default_recipe
 from etude.dashboard.rollouts import to_json
 from etude.errors import UserError
 from etude.ledger.archive import Archive
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
 from etude.rewards.shaping.effort import effort_penalty
 from etude.run.folder import RunFolder
 from etude.run.rollout_reader import RolloutReader
 from etude.tokens.chat import ChatTemplate
-from etude.trainer.batching.batch import build_batch
+from etude.trainer.batching.batch import build_batch, shuffle_rewards
 from etude.types import (
     AnswerChecks,
     Branch,
@@ -106,12 +106,17 @@ def reader_of(
     purpose: str = TRAIN,
     task: Task = TASK,
     tokens: bool = False,
+    weight: float | None = None,
 ) -> Iterator[RolloutReader]:
     folder = RunFolder.create(path, default_recipe(settings))
     chat.save(folder.model)
     task = task if purpose == TRAIN else replace(task, split=Split.HELDOUT)
     with Ledger.open(folder.ledger) as ledger:
-        ledger.admit_group(task, purpose, size or len(rollouts), 3)
+        if weight is None:
+            ledger.admit_group(task, purpose, size or len(rollouts), 3)
+        else:
+            draw = TaskDraw(task=task, epoch=1, weight=weight)
+            ledger.admit_next(lambda _: draw, size=size or len(rollouts), version=3, kept_below=1)
         for rollout in rollouts:
             ledger.record(rollout, purpose)
         slots = range(len(rollouts), size or 0)
@@ -219,6 +224,36 @@ def test_advantages_and_loss_tokens_are_those_of_the_batch(tmp_path: Path, chat:
         assert compared.weight == pytest.approx(2)  # 4 planned, 3 graded, 2 of them compared: 3/4 · 2 · 4/3
         assert read["r2.0"].comparison is None
         assert {turn.loss_tokens for turn in read["r2.0"].turns} == {0}
+
+
+@pytest.mark.parametrize(("weighs", "factor"), [("true", 2.5), ("false", 1.0)])
+def test_a_task_that_was_chosen_weighs_as_the_recipe_says(
+    tmp_path: Path, chat: ChatTemplate, scribe: Scribe, weighs: str, factor: float
+) -> None:
+    rollouts = [ended(slot, float(slot), *scribe.summarised()) for slot in (0, 1)]
+    family = ("tasks.family=repository", f"tasks.folder={tmp_path}", "sandboxes.kind=ns")  # its tasks come again
+    keys = ("tasks.selection.kind=pools", f"tasks.selection.importance_weights={weighs}")
+    for reader in reader_of(tmp_path / "run", chat, rollouts, *family, *keys, weight=2.5):
+        read = reader.rollout("r1")
+        assert read.comparison is not None
+        assert read.comparison.weight == factor
+        assert {turn.advantage for turn in read.turns} == {0.5 * factor}
+
+
+def test_a_control_is_told_with_the_rewards_that_it_trains_on(
+    tmp_path: Path, chat: ChatTemplate, scribe: Scribe
+) -> None:
+    rollouts = [ended(slot, float(slot), *scribe.summarised()) for slot in range(4)]
+    for reader in reader_of(tmp_path / "run", chat, rollouts, "reward.shuffled=true"):
+        shown = {rollout.rollout_id: rollout for rollout in reader.group(TRAIN, 0)}
+        shuffled = shuffle_rewards(reader._archive.group(TRAIN, 0), seed=reader._config.seed)
+        given = {rollout.rollout_id: rollout.reward for rollout in shuffled.rollouts}
+        assert list(given.values()) != [0.0, 1.0, 2.0, 3.0]
+        for rollout_id, reward in given.items():
+            assert reward is not None
+            comparison = shown[rollout_id].comparison
+            assert comparison is not None and comparison.compared == reward
+            assert {turn.advantage for turn in shown[rollout_id].turns} == {reward - 1.5}
 
 
 def test_a_group_without_signal_is_told_to_be(tmp_path: Path, chat: ChatTemplate, scribe: Scribe) -> None:

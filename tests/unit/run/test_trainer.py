@@ -35,6 +35,7 @@ from etude.run.trainer import (
     group_metrics,
     run_trainer,
     scored,
+    selection_distance,
 )
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
@@ -412,3 +413,15 @@ def test_the_spread_of_a_group_and_its_rollouts_that_were_cut_are_measured() -> 
     ]
     assert group_metrics(groups, {"length": 3, "submit": 1}) == {"reward_std": 0.25, "cut_short": 0.75}
     assert group_metrics([], {}) == {}
+
+
+def test_the_distance_of_draws_counts_tasks_that_are_never_drawn() -> None:
+    """Four tasks, drawn with chances ½, ¼, ¼ and 0: a quarter of the draws would have to be others."""
+    chances = [0.5, 0.25, 0.25, 0.0]
+    drawn = [
+        selection_distance([Group(index=0, task=TASK, admitted_version=0, rollouts=(), weight=1 / (4 * chance))])
+        for chance in chances[:3]
+    ]
+    expected = sum(chance * distance for chance, distance in zip(chances, drawn, strict=False))
+    assert expected == pytest.approx(0.5 * sum(abs(chance - 1 / 4) for chance in chances))
+    assert selection_distance([]) == 0

@@ -218,6 +218,26 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(state: TrainingState, chec
     assert [step(restored) for _ in range(3)] == [step(state) for _ in range(3)]
 
 
+@pytest.mark.parametrize("optimiser", [True, False])
+def test_loaded_weights_meet_no_moments_or_gradients_of_others(
+    state: TrainingState, checkpoint: Path, tmp_path: Path, *, optimiser: bool
+) -> None:
+    """The state was saved before its first step, so it has no moments, with or without ``optimiser``."""
+
+    def step(one: TrainingState) -> list[float]:
+        one.forward_backward(batch([imitated([1, 2, 3, 4])], "cross_entropy"))
+        one.optim_step(AdamParams(learning_rate=1e-2))
+        (logprobs,), _ = one.forward_backward(batch([imitated([1, 2, 3, 4])], "cross_entropy", forward_only=True))
+        return [float(each) for each in logprobs]
+
+    state.save(tmp_path / "weights.safetensors")
+    expected = step(TrainingState(checkpoint, NumericsConfig(replay="off"), "cpu"))
+    step(state)
+    state.forward_backward(batch([imitated([4, 3, 2, 1])], "cross_entropy"))
+    state.load(tmp_path / "weights.safetensors", optimiser=optimiser)
+    assert step(state) == expected
+
+
 def with_inputs(**others: float) -> Datum:
     """A datum of two tokens that any of the clipped losses takes, and what else is named."""
     inputs = {"target_tokens": 1.0, "logprobs": -1.0, "advantages": 1.0, **others}

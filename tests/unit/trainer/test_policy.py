@@ -148,6 +148,13 @@ def test_a_recomputed_old_policy_is_what_ratios_are_taken_to() -> None:
     assert trainer.step(2, [(moved,)], totals(2))["masked_share"] == 1.0
 
 
+def test_a_batch_without_the_old_policys_scores_is_refused_where_ratios_are_taken_to_it() -> None:
+    """Ratios to the policy itself would all be 1: nothing would be clipped, and nobody would notice."""
+    trainer = make_trainer(loss=LossConfig(kind="ppo_clip", options=DualClippedOptions(old_policy="recomputed")))
+    with pytest.raises(AssertionError, match="old policy"):
+        trainer.step(1, make_batch(trainer.model), totals(4))
+
+
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_a_divergence_in_the_loss_pulls_towards_the_reference(estimator: str) -> None:
     trainer = make_trainer(loss=LossConfig.model_validate({"kl_coef": 1.0, "kl_estimator": estimator}))

@@ -82,8 +82,11 @@ def net_rewards(rewards_G: Floats | Values, penalties_G: Values) -> Floats:
 
 
 def _centred(values_G: Floats | Values) -> Values:
-    """[G] float64 values minus their mean; 0 if all are equal, as the floating-point mean may differ from them."""
-    if bool((values_G == values_G[:1]).all()):
+    """[G] float64 values minus their mean; 0 if all are equal as float32: values that differ by a rounding error of
+    float64 have no signal, and the floating-point mean of equal values may differ from them.
+    """
+    rounded_G = values_G.astype(np.float32)
+    if bool((rounded_G == rounded_G[:1]).all()):
         return np.zeros(len(values_G))
     values_G64 = values_G.astype(np.float64)
     centred_G: Values = values_G64 - values_G64.mean()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from etude.config.credit import CreditConfig, DiscountedOptions, ShapedOptions, SharedPrefixOptions
+from etude.config.training import ADVANTAGES, Baseline
 from etude.trainer.batching.batch import build_batch
 from etude.types import (
     Branch,
@@ -180,3 +181,11 @@ def test_a_penalty_is_not_divided_by_a_deviation_of_rewards() -> None:
     for size in (1e-1, 1e-6):
         batch = build_batch(5, [ALIKE], "mean_std", penalties={"1.0": size})
         assert [float(t.advantages[1]) for t in batch.trajectories] == pytest.approx([-size / 2, size / 2])
+
+
+@pytest.mark.parametrize("baseline", ADVANTAGES.builtins)
+def test_rewards_that_differ_by_a_rounding_error_are_no_signal(baseline: Baseline) -> None:
+    """0.1 + 0.2 is not 0.3 in float64: such a group would add its tokens to the divisor and nothing to the sum."""
+    sums = group(0, rollout(0, 0, 0.1 + 0.2, [4, 4]), rollout(0, 1, 0.3, [4]))
+    batch = build_batch(5, [sums], baseline)
+    assert (batch.num_degenerate_groups, batch.num_loss_tokens) == (1, 0)
