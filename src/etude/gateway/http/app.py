@@ -194,6 +194,7 @@ class Gateway:
         record.api = api.path
         principal = self._admit(request, route, record)
         body = await read_body(request, record)
+        record.arrived = self._clock.now()
         parsed = api.parse(body)
         caller = self._caller(principal, request.headers, parsed.call)
         self._admit_live(principal, request.headers, record, caller)
