@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from etude.clock import SystemClock
+from etude.gateway.routing.admission import AdmissionLimits
 from etude.gateway.upstream.calls import Api, Upstream
 from etude.gateway.upstream.passthrough import Passthrough
 from etude.protocols import Session
@@ -176,6 +177,20 @@ def test_to_turn_a_verdict_into_a_failure_of_the_engines(sent: int) -> None:
             assert times["unserved"] is False
             assert isinstance(times["waited_s"], float)
             assert times["waited_s"] < 0.3
+
+    asyncio.run(run())
+
+
+def test_to_have_neighbours_wait_behind_calls_of_ones_own() -> None:
+    async def run() -> None:
+        setting = Setting(fake_engine(token_s=0.01), admission=AdmissionLimits(rollouts=1, start=1, floor=1))
+        async with gateway(setting) as caller:
+            (_, own), (_, neighbours) = [await caller.open_session() for _ in range(2)]
+            flood = [asyncio.create_task(caller.chat(own)) for _ in range(20)]
+            await caller.inflight(20)
+            assert (await caller.chat(neighbours)).status == 200
+            assert sum(call.done() for call in flood) < 5
+            await asyncio.gather(*flood)
 
     asyncio.run(run())
 
