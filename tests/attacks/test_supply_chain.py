@@ -1,8 +1,11 @@
-"""Attacks of whoever wrote a suite, a folder of tasks, a repository or an archive: they want a machine, not a task."""
+"""Attacks of whoever wrote a suite, a folder of tasks, a repository, an archive or an action of a workflow: they want a
+machine, not a task.
+"""
 
 import gzip
 import io
 import json
+import re
 import subprocess
 import tarfile
 import zipfile
@@ -412,3 +415,11 @@ def test_to_use_up_the_file_system_with_empty_files(tmp_path: Path, monkeypatch:
     with pytest.raises(SourceError, match="or 100 members"):
         fetch(str(_tar(tmp_path / "bomb.tar.gz", *members)), tmp_path / "folder")
     assert not list((tmp_path / "folder" / "tree").iterdir())
+
+
+def test_to_have_a_moved_tag_of_an_action_publish_a_release() -> None:
+    """Whoever may move a tag of an action would run code where releases are signed and the image is pushed."""
+    workflows = [file.read_text() for file in Path(__file__).parents[2].glob(".github/workflows/*.yml")]
+    actions = [action for text in workflows for action in re.findall(r"uses: *(.+)", text)]
+    assert actions
+    assert [action for action in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[0-9.]+", action)] == []
