@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import tarfile
+import tracemalloc
 import zipfile
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -407,6 +408,19 @@ def test_to_fill_the_disk_with_a_small_archive(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(SourceError, match=r"unpacks to more than|cannot be unpacked"):
             fetch(str(tmp_path / name), tmp_path / f"folder-{name}")
         assert not list((tmp_path / f"folder-{name}" / "tree").iterdir())
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
+def test_to_fill_the_memory_with_a_long_name_in_a_small_archive(tmp_path: Path, kind: bytes) -> None:
+    long, size_bytes = tarfile.TarInfo("long"), 32 << 20
+    long.type = kind
+    _tar(tmp_path / "bomb.tar.gz", _member("p/a"), (long, bytes(size_bytes)), _member("p/b"))
+    tracemalloc.start()
+    with pytest.raises(SourceError, match="cannot be unpacked"):
+        fetch(str(tmp_path / "bomb.tar.gz"), tmp_path / "folder")
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < size_bytes // 4
 
 
 def test_to_use_up_the_file_system_with_empty_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
