@@ -151,6 +151,8 @@ class Image:
     def __post_init__(self) -> None:
         if not is_place(self.workdir):
             raise ValueError(f"workdir={self.workdir!r} is not a place in a sandbox: use an absolute path without '..'")
+        if self.user.uid < 1:
+            raise ValueError(f"user.uid={self.user.uid}: commands run as root only where a spec asks for root")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

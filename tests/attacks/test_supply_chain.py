@@ -224,11 +224,11 @@ SERVICE = {"name": "x", "argv": ["x"], "environment": {}, "healthchecks": []}
     "stored",
     [
         *({"workdir": f"{UP}/etc"}, {"workdir": "etc"}, {"user": {"home": f"/srv{UP}/etc"}}),
-        {"services": [{**SERVICE, "name": "../../etc"}]},
+        *({"services": [{**SERVICE, "name": "../../etc"}]}, {"user": {"uid": 0}}, {"user": {"uid": -1}}),
     ],
 )
-def test_to_have_folders_of_this_machine_given_to_the_agent(tmp_path: Path, stored: Any) -> None:
-    """Providers make the folders of an image's user, and give them away as root."""
+def test_to_have_a_stored_image_lead_out_of_its_sandbox(tmp_path: Path, stored: Any) -> None:
+    """Providers make the folders of an image's user and services as root, and give the former away."""
     digest = _store_with(tmp_path / "images", **stored)
     with pytest.raises(DamagedError, match="is damaged"):
         ImageStore(tmp_path / "images").open(digest)

@@ -149,7 +149,7 @@ def _unpack(archive: Path, folder: Path) -> Path:
 
 
 class _Header(tarfile.TarInfo):
-    """The header of a member; raises ``tarfile.ReadError`` if it announces longer names or attributes than the limit."""
+    """The header of a member; raises ``tarfile.ReadError`` for names or attributes beyond the limit."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
