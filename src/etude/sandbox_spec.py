@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 WORKDIR = "/work"
@@ -64,6 +64,11 @@ class Capability(StrEnum):
     """Commands run on another kernel than the machine's: a boundary for hostile tenants."""
 
 
+def is_place(path: str) -> bool:
+    """True for an absolute path without ``..``: joined to a folder of the machine, it stays below that."""
+    return path.startswith("/") and ".." not in PurePosixPath(path).parts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageUser:
     """The user that commands in an image run as, unless a spec asks for root."""
@@ -71,6 +76,10 @@ class ImageUser:
     uid: int = 1000
     gid: int = 1000
     home: str = "/home/agent"
+
+    def __post_init__(self) -> None:
+        if not is_place(self.home):
+            raise ValueError(f"home={self.home!r} is not a place in a sandbox: use an absolute path without '..'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +114,10 @@ class ImageService:
     healthchecks: tuple[Healthcheck, ...] = ()
     """Run in its root; have to succeed before anything else is started."""
 
+    def __post_init__(self) -> None:
+        if "/" in self.name or self.name in ("", ".", ".."):
+            raise ValueError(f"name={self.name!r} of a service is not the name of a folder")
+
     @property
     def root(self) -> str:
         """Its root, as a path in the sandbox."""
@@ -134,6 +147,12 @@ class Image:
     """Have to succeed, one after the other, before that."""
     services: tuple[ImageService, ...] = ()
     """Started one after the other, before the entry point; their files are in the layers."""
+
+    def __post_init__(self) -> None:
+        if not is_place(self.workdir):
+            raise ValueError(f"workdir={self.workdir!r} is not a place in a sandbox: use an absolute path without '..'")
+        if self.user.uid < 1:
+            raise ValueError(f"user.uid={self.user.uid}: commands run as root only where a spec asks for root")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

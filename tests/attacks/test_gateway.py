@@ -1,4 +1,5 @@
-"""Attacks of an agent on the API behind which the model of a suite is, and of strangers on servers that want a key.
+"""Attacks of an agent on its gateway, on the API behind which the model of a suite is, and of strangers on servers that
+want a key.
 
 The attacker is in a sandbox and has the key of one session.
 """
@@ -15,12 +16,14 @@ import pytest
 from aiohttp import web
 
 from etude.clock import SystemClock
+from etude.gateway.routing.admission import AdmissionLimits
 from etude.gateway.upstream.calls import Api, Upstream
 from etude.gateway.upstream.passthrough import Passthrough
 from etude.protocols import Session
 from etude.run.serving import listening
 from etude.ui.runs import RunList
 from etude.ui.server import ui_app
+from gateways import Setting, fake_engine, gateway
 
 CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -143,6 +146,53 @@ def test_to_call_in_the_session_of_another_or_to_break_the_server_with_its_key()
         assert await send(session.base_url, f"/s/{'0' * 16}/v1/{CHAT}", HELLO, ("x-api-key", b"x")) == 404
 
     assert attack(work).called == []
+
+
+async def leave(url: str, data: bytes, after_s: float) -> None:
+    """Send bytes of a request, and close the connection without reading an answer."""
+    parts = urlsplit(url)
+    _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(data)
+    await writer.drain()
+    await asyncio.sleep(after_s)
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("sent", [0, 20])
+def test_to_turn_a_verdict_into_a_failure_of_the_engines(sent: int) -> None:
+    """A rollout is tried again, and not graded, if its last call found no engine."""
+
+    async def run() -> None:
+        async with gateway(Setting(fake_engine(token_s=0.001))) as caller:
+            _, key = await caller.open_session()
+            body = orjson.dumps({**HELLO, "max_tokens": 8})
+            lines = (f"POST /v1/{CHAT} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}")
+            head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode()
+            for _ in range(5):
+                await leave(caller.url, head + body[:sent], after_s=0.3)
+            await caller.inflight(0)
+            await asyncio.sleep(0.1)
+            times = (await caller.send("GET", "/v1/queue_time", key)).body
+            assert isinstance(times, dict)
+            assert times["unserved"] is False
+            assert isinstance(times["waited_s"], float)
+            assert times["waited_s"] < 0.3
+
+    asyncio.run(run())
+
+
+def test_to_have_neighbours_wait_behind_calls_of_ones_own() -> None:
+    async def run() -> None:
+        setting = Setting(fake_engine(token_s=0.01), admission=AdmissionLimits(rollouts=1, start=1, floor=1))
+        async with gateway(setting) as caller:
+            (_, own), (_, neighbours) = [await caller.open_session() for _ in range(2)]
+            flood = [asyncio.create_task(caller.chat(own)) for _ in range(20)]
+            await caller.inflight(20)
+            assert (await caller.chat(neighbours)).status == 200
+            assert sum(call.done() for call in flood) < 5
+            await asyncio.gather(*flood)
+
+    asyncio.run(run())
 
 
 PAGE_PATHS = ["/api/runs", "/%61pi/runs", "/api%2Fruns", "/api//runs", "http://x/api/runs", "/api/../api/runs"]

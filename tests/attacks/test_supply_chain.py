@@ -1,10 +1,14 @@
-"""Attacks of whoever wrote a suite, a folder of tasks, a repository or an archive: they want a machine, not a task."""
+"""Attacks of whoever wrote a suite, a folder of tasks, a repository, an archive or an action of a workflow: they want a
+machine, not a task.
+"""
 
 import gzip
 import io
 import json
+import re
 import subprocess
 import tarfile
+import tracemalloc
 import zipfile
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -16,8 +20,8 @@ import pytest
 
 from etude.errors import ConfigError, DamagedError
 from etude.ledger.records import encode_task
-from etude.sandbox_spec import EnvironmentSpec
-from etude.sandboxes.images.containers import reference_of
+from etude.sandbox_spec import SCRATCH, EnvironmentSpec, Image
+from etude.sandboxes.images.containers import add_image, add_services, reference_of
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.failures import SourceError
 from etude.taskgen.harbor.export import export_task, folder_of
@@ -28,6 +32,7 @@ from etude.tasks.harbor.compose import parse_compose
 from etude.tasks.harbor.settings import TaskFolderError, fill_variables
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
 from etude.types import AnswerChecks, ScriptChecks, Split, Task
+from registries import what_is_missing, write_files, write_layout
 
 RECORD = HistoryRecord(
     task_id="0123456789abcdef",
@@ -211,6 +216,68 @@ def test_to_have_another_file_read_as_an_image(tmp_path: Path) -> None:
         ImageStore(tmp_path / "images").open("x")
 
 
+UP = "/.." * 30
+SERVICE = {"name": "x", "argv": ["x"], "environment": {}, "healthchecks": []}
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *({"workdir": f"{UP}/etc"}, {"workdir": "etc"}, {"user": {"home": f"/srv{UP}/etc"}}),
+        *({"services": [{**SERVICE, "name": "../../etc"}]}, {"user": {"uid": 0}}, {"user": {"uid": -1}}),
+    ],
+)
+def test_to_have_a_stored_image_lead_out_of_its_sandbox(tmp_path: Path, stored: Any) -> None:
+    """Providers make the folders of an image's user and services as root, and give the former away."""
+    digest = _store_with(tmp_path / "images", **stored)
+    with pytest.raises(DamagedError, match="is damaged"):
+        ImageStore(tmp_path / "images").open(digest)
+
+
+SHELL = {"bin/sh": "", "srv/x": ""}
+
+
+@pytest.mark.heavy("skopeo, and root", missing=what_is_missing())
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"WorkingDir": UP + "{0}"}, SHELL),
+        ({"User": "app"}, {**SHELL, "etc/passwd": f"app:x:1234:77::/srv{UP}{{0}}:/bin/sh\n"}),
+    ],
+)
+def test_to_have_a_folder_of_this_machine_given_away_while_an_image_is_unpacked(
+    tmp_path: Path, config: dict[str, str], files: dict[str, str]
+) -> None:
+    victim = write_files(tmp_path / "victim", {"sudoers": "dear"})
+    named = {name: text.format(victim) for name, text in files.items()}
+    write_layout(
+        tmp_path / "layout", [], files=named, config={key: text.format(victim) for key, text in config.items()}
+    )
+    with suppress(ConfigError):  # or it gets another home
+        image = add_image(ImageStore(tmp_path / "store"), str(tmp_path / "layout"))
+        assert image.user.home == "/home/agent"
+    assert {path.stat().st_uid for path in (victim, victim / "sudoers")} == {0}
+
+
+@pytest.mark.heavy("skopeo, and root", missing=what_is_missing())
+@pytest.mark.parametrize("key", ["tmpfs", "working_dir"])
+def test_to_have_a_service_make_a_folder_outside_of_its_root(tmp_path: Path, key: str) -> None:
+    compose = f"services: {{main: {{}}, db: {{image: x, command: x, {key}: {UP}{tmp_path}/new}}}}"
+    (order,) = parse_compose(compose, source=str(tmp_path / "docker-compose.yaml")).orders
+    write_layout(tmp_path / "layout", [], files=SHELL)
+    order = replace(order, source=f"oci:{tmp_path}/layout")
+    with pytest.raises(ConfigError, match=r"without '\.\.'"):
+        add_services(ImageStore(tmp_path / "store"), Image(base=SCRATCH), [order], timeout_s=60.0)
+    assert not (tmp_path / "new").exists()
+
+
+def test_to_have_the_builder_include_a_file_of_this_machine_in_a_dockerfile(tmp_path: Path) -> None:
+    """Podman has the preprocessor of C read a Dockerfile whose name ends in .in."""
+    compose = "services: {main: {}, db: {build: {context: ., dockerfile: Dockerfile.in}}}"
+    with pytest.raises(TaskFolderError, match="preprocessor"):
+        parse_compose(compose, source=str(tmp_path / "docker-compose.yaml"))
+
+
 @pytest.mark.parametrize("place", ["127.0.0.1:6379", "169.254.169.254:80", "attacker.example:443"])
 def test_to_have_a_task_open_the_network(tmp_path: Path, place: str) -> None:
     task = Task(
@@ -343,9 +410,30 @@ def test_to_fill_the_disk_with_a_small_archive(tmp_path: Path, monkeypatch: pyte
         assert not list((tmp_path / f"folder-{name}" / "tree").iterdir())
 
 
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
+def test_to_fill_the_memory_with_a_long_name_in_a_small_archive(tmp_path: Path, kind: bytes) -> None:
+    long, size_bytes = tarfile.TarInfo("long"), 32 << 20
+    long.type = kind
+    _tar(tmp_path / "bomb.tar.gz", _member("p/a"), (long, bytes(size_bytes)), _member("p/b"))
+    tracemalloc.start()
+    with pytest.raises(SourceError, match="cannot be unpacked"):
+        fetch(str(tmp_path / "bomb.tar.gz"), tmp_path / "folder")
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < size_bytes // 4
+
+
 def test_to_use_up_the_file_system_with_empty_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.taskgen.sources.ARCHIVE_MEMBERS", 100)
     members = [_member(f"p/{number}") for number in range(101)]
     with pytest.raises(SourceError, match="or 100 members"):
         fetch(str(_tar(tmp_path / "bomb.tar.gz", *members)), tmp_path / "folder")
     assert not list((tmp_path / "folder" / "tree").iterdir())
+
+
+def test_to_have_a_moved_tag_of_an_action_publish_a_release() -> None:
+    """Whoever may move a tag of an action would run code where releases are signed and the image is pushed."""
+    workflows = [file.read_text() for file in Path(__file__).parents[2].glob(".github/workflows/*.yml")]
+    actions = [action for text in workflows for action in re.findall(r"uses: *(.+)", text)]
+    assert actions
+    assert [action for action in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[0-9.]+", action)] == []

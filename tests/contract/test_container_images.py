@@ -1,13 +1,10 @@
 """Images of containers, by every way to the store, and what they mean in every provider; task folders made of them."""
 
 import asyncio
-import hashlib
-import io
 import json
 import os
 import subprocess
-import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,7 +25,7 @@ from etude.tasks.harbor.folder import read_task
 from etude.tasks.harbor.images import Builds, build_images
 from etude.types import Split
 from providers import no_virtual_machines
-from registries import PASSWORD, USER, Registry, running_registry, what_is_missing, write_files
+from registries import PASSWORD, USER, Registry, running_registry, what_is_missing, write_files, write_layout
 
 pytestmark = pytest.mark.heavy("podman, skopeo, docker-registry, busybox-static, and root", missing=what_is_missing())
 
@@ -214,35 +211,6 @@ def test_a_layer_of_an_enemy_reaches_nothing_outside_of_its_folder(store: ImageS
         with pytest.raises(EtudeError):
             add_image(store, str(layout))
         assert {file.name: file.read_text() for file in outside.iterdir()} == {"file": "text"}
-
-
-def write_layout(folder: Path, members: Sequence[tuple[str, str]]) -> None:
-    """An OCI layout of one layer; a member with a target is a link."""
-    layer = io.BytesIO()
-    with tarfile.open(fileobj=layer, mode="w") as archive:
-        for name, target in members:
-            info = tarfile.TarInfo(name)
-            info.type, info.linkname = (tarfile.SYMTYPE, target) if target else (tarfile.REGTYPE, "")
-            archive.addfile(info)
-    blobs = folder / "blobs" / "sha256"
-    blobs.mkdir(parents=True)
-
-    def put(data: bytes, kind: str) -> dict[str, object]:
-        digest = hashlib.sha256(data).hexdigest()
-        (blobs / digest).write_bytes(data)
-        return {"mediaType": f"application/vnd.oci.image.{kind}", "digest": f"sha256:{digest}", "size": len(data)}
-
-    tar = put(layer.getvalue(), "layer.v1.tar")
-    config = {"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": [tar["digest"]]}}
-    parts = {"config": put(json.dumps(config).encode(), "config.v1+json"), "layers": [tar]}
-    manifest = put(json.dumps({"schemaVersion": 2, **parts}).encode(), "manifest.v1+json")
-    write_files(
-        folder,
-        {
-            "oci-layout": '{"imageLayoutVersion": "1.0.0"}',
-            "index.json": json.dumps({"schemaVersion": 2, "manifests": [manifest]}),
-        },
-    )
 
 
 def test_a_folder_that_is_nothing_and_a_program_that_is_missing_are_named(

@@ -1,11 +1,15 @@
-"""A registry of images on the loopback, and podman and skopeo with settings of their own beside it."""
+"""A registry of images on the loopback, podman and skopeo with settings of their own beside it, and layouts by hand."""
 
+import hashlib
+import io
+import json
 import os
 import shutil
 import socket
 import subprocess
+import tarfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +82,49 @@ def write_files(folder: Path, files: Mapping[str, str]) -> Path:
         file.write_text(text, encoding="utf-8")
         file.chmod(0o755 if text.startswith("#!") else 0o644)
     return folder
+
+
+def write_layout(
+    folder: Path,
+    members: Sequence[tuple[str, str]],
+    *,
+    files: Mapping[str, str] | None = None,
+    config: Mapping[str, str] | None = None,
+) -> None:
+    """An OCI layout of one layer, without any tool that would refuse what is in it.
+
+    A member with a target is a link, one without an empty file; ``files`` come after them.
+    """
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as archive:
+        for name, target in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = (tarfile.SYMTYPE, target) if target else (tarfile.REGTYPE, "")
+            archive.addfile(info)
+        for name, text in (files or {}).items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(text.encode()), 0o755
+            archive.addfile(info, io.BytesIO(text.encode()))
+    blobs = folder / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+
+    def put(data: bytes, kind: str) -> dict[str, object]:
+        digest = hashlib.sha256(data).hexdigest()
+        (blobs / digest).write_bytes(data)
+        return {"mediaType": f"application/vnd.oci.image.{kind}", "digest": f"sha256:{digest}", "size": len(data)}
+
+    tar = put(layer.getvalue(), "layer.v1.tar")
+    rootfs = {"type": "layers", "diff_ids": [tar["digest"]]}
+    settings = {"architecture": "amd64", "os": "linux", "config": dict(config or {}), "rootfs": rootfs}
+    parts = {"config": put(json.dumps(settings).encode(), "config.v1+json"), "layers": [tar]}
+    manifest = put(json.dumps({"schemaVersion": 2, **parts}).encode(), "manifest.v1+json")
+    write_files(
+        folder,
+        {
+            "oci-layout": '{"imageLayoutVersion": "1.0.0"}',
+            "index.json": json.dumps({"schemaVersion": 2, "manifests": [manifest]}),
+        },
+    )
 
 
 @contextmanager

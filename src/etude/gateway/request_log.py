@@ -62,6 +62,8 @@ class RequestRecord:
     """Weight versions that sampled the answer, ascending."""
     own_deadline: bool = False
     """True if the caller set a deadline."""
+    arrived: float | None = None
+    """Time at which all of a model call had been read; ``None`` if its caller never sent all of it."""
     dispatched: float | None = None
     """Time at which the current or last engine got the call; with several replies, that of the last one."""
     engine: str = ""
@@ -80,6 +82,11 @@ class RequestRecord:
     def seconds(self) -> float:
         """Seconds from the first byte read to the last byte written."""
         return self.ended - self.began
+
+    @property
+    def reading_s(self) -> float:
+        """Seconds until all of a finished call had arrived: time that its caller took."""
+        return (self.ended if self.arrived is None else self.arrived) - self.began
 
     @property
     def waited_s(self) -> float:

@@ -7,11 +7,11 @@ that differs from its recipe.
 """
 
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import MappingProxyType
 
 from etude.errors import SandboxError, Unsupported
-from etude.sandbox_spec import Capability, SandboxLimits, SandboxSpec
+from etude.sandbox_spec import Capability, SandboxLimits, SandboxSpec, is_place
 
 WHO_CAN: Mapping[Capability, str] = MappingProxyType(
     {Capability.OWN_KERNEL: "gvisor or qemu", Capability.LIVE_FORK: "gvisor or qemu"}
@@ -78,7 +78,7 @@ def check_sources(spec: SandboxSpec, bases: Mapping[str, Path]) -> None:
     if missing:
         raise SandboxError(f"a sandbox cannot show {' and '.join(missing)}: there is no such folder or file")
     for place in (image.workdir, *spec.mounts):
-        if not place.startswith("/") or ".." in PurePosixPath(place).parts or place == "/":
+        if not is_place(place) or place == "/":
             raise ValueError(f"{place!r} is not a place in a sandbox: use an absolute path without '..'")
 
 

@@ -1,8 +1,8 @@
 """Egress of a sandbox on the host's side: connections to the allowed destinations.
 
-Allowing a name means trusting its owner, who decides where it resolves to. If a name resolves to this machine, or to
-the cloud metadata address that provides credentials, the connection is rejected. An address that is allowed explicitly
-is accepted, since it was intended.
+Allowing a name means trusting its owner, who decides where it resolves to. If a name resolves to this machine, by any
+of its addresses, or to a cloud's metadata service, which provides credentials, the connection is rejected. An address
+that is allowed explicitly is accepted, since it was intended.
 """
 
 import asyncio
@@ -19,6 +19,8 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 64
 """Maximum number of concurrent connections of one sandbox; further ones are closed at once."""
 COPY_BYTES = 1 << 16
+METADATA = frozenset({"fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "100.100.100.200", "168.63.129.16"})
+"""Metadata services whose addresses are not link-local: of Amazon, Google and Oracle by IPv6, Alibaba and Azure."""
 
 
 class EgressProxy:
@@ -83,28 +85,52 @@ async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
 
 
 def is_inward(host: str) -> bool:
-    """True for localhost and for loopback, link-local and unspecified addresses; false for other names."""
+    """True for localhost and for loopback, link-local, unspecified and metadata addresses; false for other names."""
     if host == "localhost":
         return True
+    address = _literal(host)
+    if address is None:
+        return False
+    return address.is_loopback or address.is_link_local or address.is_unspecified or str(address) in METADATA
+
+
+def is_private(host: str) -> bool:
+    """True for what :func:`is_inward` is true for, and for addresses of private networks; false for other names."""
+    address = _literal(host)
+    return is_inward(host) or (address is not None and not address.is_global)
+
+
+def is_own(address: str) -> bool:
+    """True for an address of this machine: what is sent there comes from there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return False  # no way leads there
+        return bool(probe.getsockname()[0] == address)
+
+
+def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is, IPv4 as such; ``None`` for a name."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address.is_loopback or address.is_link_local or address.is_unspecified
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
 
 
 async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to an allowed destination. Raises ``OSError`` if no address accepts, or a name resolves to an inward
     address.
     """
-    if is_inward(host):
+    if host == "localhost" or _literal(host) is not None:
         return await asyncio.open_connection(host, port)
     answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(place[0]) for *_, place in answers))
     for address in addresses:
-        if is_inward(address):
+        if is_inward(address) or is_own(address):
             raise OSError(errno.EACCES, f"{host} leads to {address}, which is this machine or its neighbour")
     for address in addresses[:-1]:
         try:

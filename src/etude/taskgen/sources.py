@@ -14,6 +14,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from etude.taskgen.failures import SourceError
 from etude.taskgen.indexes import run_pip
@@ -29,6 +30,13 @@ ARCHIVE_BYTES = 512 << 20
 """Maximum unpacked size of an archive."""
 ARCHIVE_MEMBERS = 100_000
 """Maximum files and folders in an archive."""
+EXTENSION_BYTES = 1 << 20
+"""Maximum size of the names and attributes of a member of a tar, which are read into memory."""
+EXTENSIONS = (
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+)
+"""Types of the headers that announce them."""
 TEXT_BYTES = 2 << 20
 """Maximum size of a source file; a larger file is not read."""
 RECORD = "PKG-INFO"
@@ -131,13 +139,24 @@ def _unpack(archive: Path, folder: Path) -> Path:
                 _check_size(archive, (member.file_size for member in zipped.infolist()))
                 zipped.extractall(folder)
         else:
-            with tarfile.open(archive) as packed:
+            with tarfile.open(archive, tarinfo=_Header) as packed:
                 _check_size(archive, (member.size for member in packed))
                 packed.extractall(folder, filter="data")
     except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
         raise SourceError(f"{archive} cannot be unpacked: {error}") from error
     inner = list(folder.iterdir())
     return inner[0] if len(inner) == 1 and inner[0].is_dir() else folder
+
+
+class _Header(tarfile.TarInfo):
+    """The header of a member; raises ``tarfile.ReadError`` for names or attributes beyond the limit."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in EXTENSIONS and header.size > EXTENSION_BYTES:
+            raise tarfile.ReadError(f"a name or an attribute of {header.size} bytes")
+        return header
 
 
 def _check_size(archive: Path, sizes: Iterable[int]) -> None:

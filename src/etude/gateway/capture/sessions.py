@@ -28,17 +28,23 @@ TOO_MANY_SESSIONS = "as many sessions as may be are open or in the middle of a c
 """Message for a caller that requests one more session."""
 
 
+PATIENCE_S = 1.0
+"""Least time after which a caller that leaves may have left because no engine took its call."""
+
+
 @dataclass(slots=True, kw_only=True)
 class QueueTime:
     """The time that a session's calls waited for engines; it lets a harness tell an engine's delay from its own.
 
-    A call whose caller set its own deadline says nothing about engines and is not counted.
+    An agent has the session's key, and must not be able to turn its own failure into one of the engines. So a call
+    whose caller set its own deadline is not counted, nor is the time in which a caller sent its call; and a caller that
+    leaves at once was not unserved.
     """
 
     calls: int = 0
     """Calls in progress."""
     waited_s: float = 0.0
-    """Total seconds of finished calls in the queue, without an engine, and at engines that failed."""
+    """Total seconds of finished calls, once read, in the queue, without an engine, and at engines that failed."""
     unserved: bool = False
     """True if the last finished call got no answer because no engine was available."""
 
@@ -55,8 +61,10 @@ class QueueTime:
         """Add a finished call."""
         if record.own_deadline:
             return
-        self.unserved = record.code in UNSERVED or (record.status == CLIENT_CLOSED and record.dispatched is None)
-        self.waited_s += record.seconds if self.unserved else record.waited_s
+        left_the_queue = record.status == CLIENT_CLOSED and record.dispatched is None
+        has_waited = record.seconds - record.reading_s >= PATIENCE_S
+        self.unserved = record.code in UNSERVED or (left_the_queue and has_waited)
+        self.waited_s += (record.seconds if self.unserved else record.waited_s) - record.reading_s
 
     def facts(self) -> dict[str, Json]:
         """The JSON object of ``GET /v1/queue_time``."""

@@ -194,6 +194,7 @@ class Gateway:
         record.api = api.path
         principal = self._admit(request, route, record)
         body = await read_body(request, record)
+        record.arrived = self._clock.now()
         parsed = api.parse(body)
         caller = self._caller(principal, request.headers, parsed.call)
         self._admit_live(principal, request.headers, record, caller)
@@ -287,6 +288,7 @@ class Gateway:
             message = f"{MIN_VERSION}: expected a weight version, e.g. 12"
             raise ApiError(400, "invalid_request", message, param=MIN_VERSION)
         arm, session = None, principal.conversation.session_id
+        is_rollout = principal.traffic is TrafficClass.ROLLOUT
         if self._arms is not None and principal.traffic is TrafficClass.PRODUCTION:
             arm = self._arms.of_call(session, headers.get(USER) or session)
         versions = (self._auth.sessions.min_version(session), oldest)
@@ -294,7 +296,7 @@ class Gateway:
             conversation=principal.conversation,
             traffic=principal.traffic,
             deadline=self._clock.now() + deadline_s,
-            account=principal.key.account,
+            account=session if is_rollout else principal.key.account,  # all rollouts have one key's
             request_id=headers.get(REQUEST_IDS[0]) or headers.get(REQUEST_IDS[1], ""),
             retried=headers.get(RETRY_COUNT, "0") != "0",
             min_version=max((int(version) for version in versions if version is not None), default=None),

@@ -21,10 +21,11 @@ While all are in use and no call queues at the engines, each answer adds one per
 adds one after the first congestion. When an engine reports that it is busy, or a call reaches its deadline, the number
 falls by a factor, at most once in the duration of one call.
 
-Within a class, accounts that compete have equal shares of permits and of the queue. This is max-min fairness (Bertsekas
-and Gallager, *Data Networks*, 1992, section 6.5.2): an account may use idle capacity, but no more than its share while
-others need theirs. In a full queue the call to drop is chosen by longest queue drop (B. Suter, T. Lakshman, D.
-Stiliadis and A. Choudhury, INFOCOM 1998): a full queue never keeps out an account whose own queue is shorter.
+Within a class, accounts that compete have equal shares of permits and of the queue: products by their keys, rollouts by
+their sessions, so that no agent holds back its neighbours. This is max-min fairness (Bertsekas and Gallager, *Data
+Networks*, 1992, section 6.5.2): an account may use idle capacity, but no more than its share while others need theirs.
+In a full queue the call to drop is chosen by longest queue drop (B. Suter, T. Lakshman, D. Stiliadis and A. Choudhury,
+INFOCOM 1998): a full queue never keeps out an account whose own queue is shorter.
 """
 
 import asyncio
@@ -389,7 +390,9 @@ class FairQueue:
 
     def pop(self, in_progress: Mapping[str, int]) -> Ticket:
         """The next ticket, from the account with the fewest calls ``in_progress``; ties are served in turn."""
-        account = min(self._queues, key=lambda one: in_progress.get(one, 0))
+        account = next((one for one in self._queues if not in_progress.get(one, 0)), None)  # most often the first
+        if account is None:
+            account = min(self._queues, key=lambda one: in_progress[one])
         queue = self._queues.pop(account)
         ticket, _ = queue.popitem(last=False)
         if queue:

@@ -29,7 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.errors import ConfigError, SandboxError
-from etude.sandbox_spec import SCRATCH, Healthcheck, Image, ImageService, ImageUser
+from etude.sandbox_spec import SCRATCH, Healthcheck, Image, ImageService, ImageUser, is_place
 from etude.sandboxes.images.layers import digest_tree, first_link, give_away, paths_below, places_in, remove_tree
 from etude.sandboxes.images.machine_base import SEARCH_FOLDERS
 from etude.sandboxes.images.store import ImageStore, settle
@@ -239,10 +239,13 @@ def _store_image(store: ImageStore, fetched: _Fetched, folder: Path, workdir: st
     trees = [_known_tree(store, blob) or _unpack(blob, folder / f"tree-{blob.name}") for blob in blobs]
     _check_shell(trees, f"the image {fetched.digest}", "harnesses and graders run")
     owner = _user(user or config.get("User") or "", trees)
+    workdir = workdir or config.get("WorkingDir") or "/"
+    if not is_place(workdir):
+        raise ConfigError(f"WORKDIR {workdir} of the image {fetched.digest} is not an absolute path without '..'")
     image = Image(
         base=SCRATCH,
         environment=_environment(config.get("Env") or ()),
-        workdir=workdir or config.get("WorkingDir") or "/",
+        workdir=workdir,
         user=owner,
         entrypoint=tuple(config.get("Entrypoint") or ()),
         healthchecks=_healthchecks(config.get("Healthcheck") or {}),
@@ -385,8 +388,10 @@ class _OwnFiles:
 
     def _below(self, place: str) -> Path | None:
         """The image's file or folder at a path. Raises :class:`~etude.errors.ConfigError` if the path
-        contains links.
+        contains links or ``..``.
         """
+        if not is_place(f"/{place}"):
+            raise ConfigError(f"{self._what} has {place!r} as the path of a folder or file: write it without '..'")
         if any(link := first_link(tree, place) for tree in (*self._trees, self._root)):
             raise ConfigError(f"{self._what} has a link at {link}, where {place} is expected: name the place itself")
         return _topmost(self._trees, place)
@@ -466,7 +471,8 @@ def _user(text: str, trees: Sequence[Path]) -> ImageUser:
         return ImageUser()
     uid, gid, home = _account(text, trees)
     place = home.strip("/")
-    is_own = bool(place) and place.split("/")[0] not in SYSTEM and _topmost(trees, place) is not None
+    is_own = bool(place) and is_place(f"/{place}") and place.split("/")[0] not in SYSTEM
+    is_own = is_own and _topmost(trees, place) is not None
     return ImageUser(uid=uid, gid=gid, home=f"/{place}" if is_own else ImageUser().home)
 
 

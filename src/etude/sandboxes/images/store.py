@@ -162,7 +162,8 @@ class ImageStore:
     def open(self, reference: str) -> Image:
         """An image by its digest or name.
 
-        Raises :class:`~etude.errors.ConfigError` if it, one of its layers or its base system is not stored.
+        Raises :class:`~etude.errors.ConfigError` if it, one of its layers or its base system is not stored,
+        :class:`~etude.errors.DamagedError` if what is stored is no image.
         """
         digest = self._resolve(reference)
         try:
@@ -180,20 +181,23 @@ class ImageStore:
         if missing:
             raise ConfigError(f"image {reference!r} needs layers {missing}, not in {self.folder}: build it again")
         self._check_base(stored["base"])
-        return Image(
-            digest=digest,
-            base=stored["base"],
-            layers=layers,
-            environment=stored["environment"],
-            workdir=stored["workdir"],
-            user=ImageUser(**stored.get("user", {})),
-            entrypoint=tuple(stored.get("entrypoint", ())),
-            healthchecks=_checks(stored),
-            services=tuple(
-                ImageService(**{**service, "argv": tuple(service["argv"]), "healthchecks": _checks(service)})
-                for service in stored.get("services", ())
-            ),
-        )
+        try:
+            return Image(
+                digest=digest,
+                base=stored["base"],
+                layers=layers,
+                environment=stored["environment"],
+                workdir=stored["workdir"],
+                user=ImageUser(**stored.get("user", {})),
+                entrypoint=tuple(stored.get("entrypoint", ())),
+                healthchecks=_checks(stored),
+                services=tuple(
+                    ImageService(**{**service, "argv": tuple(service["argv"]), "healthchecks": _checks(service)})
+                    for service in stored.get("services", ())
+                ),
+            )
+        except ValueError as error:
+            raise DamagedError(f"image {digest} in {self.folder} is damaged: {error}; build it again") from error
 
     def verify(self, image: Image) -> None:
         """Compare an image's layers with their digests. Raises :class:`~etude.errors.DamagedError` if one differs.

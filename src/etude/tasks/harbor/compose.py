@@ -131,6 +131,15 @@ class BuildSettings(Section):
     context: str = "."
     dockerfile: str = "Dockerfile"
 
+    @field_validator("dockerfile")
+    @classmethod
+    def _is_plain(cls, path: str) -> str:
+        if path.endswith(".in"):
+            raise ValueError(
+                "the preprocessor that podman runs on .in files can include files of the machine: rename it"
+            )
+        return path
+
     @field_validator("context", "dockerfile")
     @classmethod
     def _is_inside(cls, path: str) -> str:

@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 
 from etude.config.section import Section
 from etude.sandbox_spec import PLACE, EnvironmentSpec, Image, SandboxLimits
-from etude.sandboxes.egress import is_inward
+from etude.sandboxes.egress import is_private
 from etude.tasks.harbor.compose import ComposeServices, parse_compose
 from etude.tasks.harbor.dockerfile import PlainDockerfile, plain_dockerfile
 from etude.tasks.harbor.settings import (
@@ -329,11 +329,11 @@ def _origin(settings: TaskSettings, source: str) -> Origin:
     if wrong:
         raise TaskFolderError(f"{source}: metadata.etude.allow = {wrong}: a place is written host:port")
     allow = settings.environment.allow if origin.allow is None else origin.allow
-    inward = [place for place in allow if is_inward(place.rpartition(":")[0])]
-    if inward:
+    private = [place for place in allow if is_private(place.rpartition(":")[0])]
+    if private:
         raise TaskFolderError(
-            f"{source}: {inward} is the machine that the task runs on, or a neighbour with its credentials: no task "
-            f"may ask for that; let its services run in its own image"
+            f"{source}: {private} is in the network of the machine that the task runs on: no task may ask for that; "
+            "let its services run in its own image"
         )
     return origin
 

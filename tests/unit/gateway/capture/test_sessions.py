@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -131,12 +132,8 @@ def test_a_call_without_a_session_leaves_none() -> None:
     assert sessions.find("x", now=0.0) is None
 
 
-def record(
-    code: str = "", *, dispatched: float | None = None, status: int = 200, own_deadline: bool = False
-) -> RequestRecord:
-    return RequestRecord(
-        began=1.0, ended=4.0, code=code, dispatched=dispatched, status=status, own_deadline=own_deadline
-    )
+def record(code: str = "", *, arrived: float | None = 1.0, **fields: Any) -> RequestRecord:
+    return RequestRecord(began=1.0, ended=4.0, code=code, arrived=arrived, **fields)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +146,12 @@ def record(
         (record("invalid_request", dispatched=1.25, status=400), 0.25, False),
         (record(dispatched=1.5, status=499), 0.5, False),
         (record(status=499), 3.0, True),
+        (record(status=499, arrived=2.5), 1.5, True),
+        (record(status=499, arrived=3.5), 0.5, False),
+        (record(status=499, arrived=None), 0.0, False),
+        (record("body_timeout", status=408, arrived=None), 0.0, False),
+        (record("draining", status=503, arrived=None), 0.0, True),
+        (record(arrived=2.0, dispatched=2.5), 0.5, False),
         (record("deadline_exceeded", status=504, own_deadline=True), 0.0, False),
     ],
 )

@@ -64,6 +64,7 @@ def test_the_agents_sandbox_has_neither_tests_nor_solution(tmp_path: Path) -> No
         ({"task.toml": "[metadata.etude]\nallow = ['x']"}, "a place is written host:port"),
         ({"task.toml": "[metadata.etude]\nallow = ['localhost:5432']"}, "the machine that the task runs on"),
         ({"task.toml": "[metadata.etude]\nallow = ['169.254.169.254:80']"}, "no task may ask for that"),
+        ({"task.toml": "[metadata.etude]\nallow = ['10.0.0.7:5432']"}, "no task may ask for that"),
     ],
 )
 def test_a_broken_folder_is_refused_with_place_and_fix(
