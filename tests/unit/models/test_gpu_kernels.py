@@ -1,4 +1,4 @@
-"""The Triton kernels compute what torch's operations do: on a CUDA device, or else in Triton's interpreter.
+"""The Triton kernels equal torch's operations, on a CUDA device or else in Triton's interpreter.
 
 Types other than float32 are compared in ``tests/gpu``.
 """
