@@ -103,7 +103,7 @@ def run_without_root(script: str, scratch: Path, *arguments: str) -> str:
 
 
 def interpreter_for_anybody() -> list[str] | None:
-    """How another user runs a Python with étude, if one can."""
+    """The command by which another user runs a Python with étude, or ``None``."""
     places = [str(Path(etude.__file__).parents[1]), *(path for path in sys.path if path.endswith("site-packages"))]
     for python in (sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"):
         argv = ["env", "PYTHONDONTWRITEBYTECODE=1", f"PYTHONPATH={':'.join(places)}", python]
