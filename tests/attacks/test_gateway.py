@@ -31,7 +31,7 @@ REMOTE = "https://attacker.example/solution"
 
 
 class Account:
-    """An API that obeys whoever has the key, and notes what it was told."""
+    """A fake API that answers every request with the right key and records each request."""
 
     def __init__(self) -> None:
         self.called: list[tuple[str, Any]] = []
@@ -42,7 +42,7 @@ class Account:
 
 
 def attack(work: Callable[[Session], Awaitable[None]], *, anthropic: bool = False) -> Account:
-    """Let ``work`` attack from a session; returns what reached the API."""
+    """Run ``work`` with a gateway session as an attacker would; returns the API, which has recorded what reached it."""
     account = Account()
 
     async def run() -> None:

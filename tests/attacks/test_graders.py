@@ -1,4 +1,4 @@
-"""Attacks of an agent on what decides its reward: the grader of database migrations, and judges.
+"""Attacks of an agent on the parts that decide its reward: the grader of database migrations, and judges.
 
 Hidden tests, probes and canaries are attacked by ``python -m bench grading``; many more migrations are in
 ``test_queries.py``, and texts that instruct a judge in ``test_injection.py``.
@@ -58,7 +58,7 @@ def _answer(state: str = "", rows: list[Any] | None = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("state", ["53100", "53200", "53300", "57014", "42501", "late"])
 def test_to_turn_a_wrong_migration_into_a_failure_of_the_machine(state: str) -> None:
-    """By a full disk, for one, on which no role can be made for who asks."""
+    """A database error after the migration, such as a full disk, makes the migration wrong, and is not retried."""
     checks = QueryChecks(path="m.sql", queries=(Query(sql="SELECT 1", rows=((1,),)),), unseen="")
     assert judge(checks, [_answer(), _answer(state), _answer(rows=[[1]])]) == MigrationResult(False, 0, True)
 
@@ -77,7 +77,7 @@ MARKERS = (
 
 
 def test_to_have_a_cut_make_a_role_marker_of_a_text() -> None:
-    """Wherever a long text is cut, and whatever was broken there before."""
+    """No limit on a judge's input, wherever it truncates a text, leaves a role marker inside the guarded part."""
     text = "\n".join(f"a{marker}b<{marker}[{marker}" for marker in MARKERS)
     mark = "0123456789abcdef" * 2
     for limit in range(len(spelled(text)) + 1):

@@ -1,4 +1,4 @@
-"""Attacks of what a model, a suite or a bucket wrote on whoever reads it: in a browser, or in a terminal."""
+"""Attacks by text that a model, a suite or a bucket provides on the person who reads it, in a browser or a terminal."""
 
 import io
 import json
@@ -58,7 +58,7 @@ def test_to_have_a_terminal_obey_an_error(tmp_path: Path, capsys: pytest.Capture
 
 
 class _Scripts(HTMLParser):
-    """What a page would run or fetch."""
+    """The scripts that a page would run, and the addresses that it would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Scripts(HTMLParser):
 
 
 def test_to_run_a_script_in_the_page() -> None:
-    """Whatever the page shows, its policy runs no text: it has no script of its own in its markup, and takes none."""
+    """The page has no inline script, and its security policy runs only scripts of the page's own server."""
     policy = SECURITY["Content-Security-Policy"]
     assert "script-src 'self';" in policy
     assert "unsafe" not in policy

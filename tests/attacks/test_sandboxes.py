@@ -148,7 +148,7 @@ def test_to_reach_servers_of_the_machine_and_its_neighbours(cell: Stage, attacke
 
 
 def test_to_turn_a_verdict_into_a_failure_of_the_machine(cell: Stage) -> None:
-    """What is written into the answer of a command by its own output, or by ending at any point of it."""
+    """A command's output, or the way it ends, cannot look like étude's own answer or like a machine's failure."""
     code = "import os, sys\nsys.stdout.write('\\x00' * 99 + '\\udcff\\x1b]0;x\\x07')\nsys.stdout.flush()\nos.kill(0, 9)"
     result = cell.play(partial(_run, code))
     assert result != 0

@@ -1,7 +1,7 @@
-"""Attacks of whoever can write to the bucket of a run: other runs' files, older ones, paths that lead elsewhere.
+"""Attacks by someone who can write to the bucket of a run: files of other runs, older files, paths that lead outside.
 
-The attacker has no key, but all that was ever signed with it. Weights have attacks of their own: ``test_records.py``,
-``test_weight_chain.py``, ``test_object_store.py``.
+The attacker has no key, but has everything that was ever signed with it. Attacks on weights are in ``test_records.py``,
+``test_weight_chain.py`` and ``test_object_store.py``.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Attacks of whoever wrote a suite, a folder of tasks, a repository, an archive or an action of a workflow: they want a
-machine, not a task.
+"""Attacks by the author of a suite, task folder, repository, archive or workflow action, who wants to run code on the
+machine.
 """
 
 import gzip
@@ -124,7 +124,7 @@ SIGNATURE = "gpgsig -----BEGIN PGP SIGNATURE-----\n \n iQ==\n -----END PGP SIGNA
 def test_to_have_a_program_run_that_a_repository_names_in_its_settings(
     tmp_path: Path, repository: Path, settings: str
 ) -> None:
-    """As a folder that was unpacked or shared: a clone has no settings of its origin's."""
+    """The repository is an unpacked or shared folder with its own settings; a clone would not get them."""
 
     def git(*arguments: str, stdin: str = "") -> str:
         done = subprocess.run(
@@ -177,7 +177,7 @@ def test_to_have_pip_obey_the_name_of_a_project(tmp_path: Path, name: str) -> No
 
 
 def _store_with(folder: Path, **settings: Any) -> str:
-    """A store that somebody passed on, with an image of its own making."""
+    """An image store from someone else, with one forged image; returns the image's digest."""
     ImageStore(folder)
     stored = {"base": "", "environment": {}, "workdir": "/work", "layers": [], **settings}
     digest = "a" * 64

@@ -1,6 +1,7 @@
-"""What earlier versions of étude wrote is opened by this one: each archive beside this file is of `tools/saved_run.py`.
+"""Compatibility with files of earlier versions: ``tools/saved_run.py`` made each archive beside this file.
 
-Until a version is released its archive may be written again; from then on it stays, and the code has to read it.
+The archive of a version may be replaced until that version is released. After that it stays, and the code has to read
+it.
 """
 
 import re
@@ -42,7 +43,7 @@ UNKNOWN_KEY = re.compile(r"unknown key '([^']+)'")
 
 @pytest.fixture(params=ARCHIVES, ids=lambda archive: archive.name.removesuffix(".tar.xz"))
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """What a version wrote, in a folder of the test's own: opening it may bring it forward."""
+    """An archive of an earlier version, unpacked in a temporary folder, because opening it may migrate it."""
     with tarfile.open(request.param) as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path
@@ -133,12 +134,12 @@ def test_a_suite_goes_on_from_its_tries(saved: Path, capsys: pytest.CaptureFixtu
 
 
 def is_announced(key: str) -> bool:
-    """True if the changelog names a key that is gone."""
+    """Return true if the changelog names a removed key."""
     return f"`{key}`" in CHANGELOG
 
 
 def unannounced(load: Callable[[Path], Section], file: Path) -> list[str]:
-    """What keeps a file of then from being loaded, of which the changelog says nothing."""
+    """Errors on loading an old file, without those whose keys the changelog names."""
     try:
         load(file)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What contract tests share."""
+"""Fixtures of the contract tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from providers import stage as set_stage
 
 
 def heavy(name: str, needs: str) -> ParameterSet:
-    """A parameter that is left to `make test-all` where it ``needs`` something."""
+    """A parameter whose test is left to ``make test-all`` if it ``needs`` something."""
     return pytest.param(name, marks=[pytest.mark.heavy(needs)] if needs else [])
 
 
@@ -34,12 +34,12 @@ def postgres(postgresql: None) -> Iterator[Server]:
 
 @pytest.fixture(params=["sqlite", heavy("postgresql", "PostgreSQL")])
 def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> NewPlace:
-    """Where ledgers can be made, in each database in turn."""
+    """A function that creates places for ledgers; parametrised by database."""
     database: str = request.param
     return new_places(database, tmp_path, request.getfixturevalue("postgres") if database == "postgresql" else None)
 
 
 @pytest.fixture
 def place(new_place: NewPlace) -> str:
-    """Where one ledger can be made."""
+    """The place of one new ledger."""
     return new_place()

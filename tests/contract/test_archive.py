@@ -1,4 +1,4 @@
-"""What a reader finds in a ledger, in every database that it may live in."""
+"""Contract of reading a ledger, for every supported database."""
 
 from collections.abc import Iterator
 from dataclasses import replace

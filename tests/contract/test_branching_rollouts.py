@@ -1,7 +1,7 @@
-"""Rollouts that begin as one, with all the real parts: gateway, built-in harness, sandboxes on this machine, ledger.
+"""Branching rollouts with all real parts: gateway, built-in harness, sandboxes on this machine, ledger.
 
-Whatever a rollout's record says was done must be what is found in its sandbox, shared turns included; what rollouts
-share is the same to the bit and trained once.
+The actions in a rollout's record must be what its sandbox contains, shared turns included. The turns that rollouts
+share are bit-identical, and they are trained once.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def task(number: int) -> Task:
 
 
 class Agent(FakeEngine):
-    """Edits a file at random, now and then in ways that are no call, tests it, and submits some time."""
+    """Edits a file at random, runs its tests, sometimes makes a malformed call, and submits at the end."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(SystemClock(), vocab_size=VOCAB_SIZE, max_length=WINDOW)
@@ -81,7 +81,7 @@ class Sandboxes:
 
 
 class Grader:
-    """Worth the numbers that are found in the file."""
+    """Rewards the sum of the numbers in the file."""
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         text = await sandbox.read_file("a.py") or ""
@@ -122,7 +122,7 @@ async def play(folder: Path, agent: Agent) -> list[Group]:
 
 
 def written(rollout: Rollout) -> float:
-    """What the file is worth after everything that was said in the rollout."""
+    """The reward of the file after all edits that are recorded in the rollout."""
     text = ROLLOUT_START
     for turn in rollout.turns:
         call = tools.parse_call(template().decode(turn.completion_ids.tolist()[:-1]))
@@ -176,7 +176,7 @@ def check(groups: list[Group], agent: Agent) -> None:
 
 
 def endings(groups: list[Group]) -> Iterator[str]:
-    """What became of branches: they went on from the fork, or their parent had ended before and they are its copy."""
+    """How each branch ended: it continued after the fork, or it is a copy of a parent that ended at the fork."""
     for parent, branch, shared in branches(groups):
         if len(branch.turns) > shared:
             yield "parted"

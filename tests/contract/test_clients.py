@@ -1,10 +1,11 @@
-"""Clients that no one here wrote, unmodified, against the real gateway and the real native engine.
+"""Clients of other projects, unmodified, with the real gateway and the real native engine.
 
-OpenAI's and Anthropic's SDKs, LiteLLM, and mini-swe-agent, which repairs a file. Each is given a base URL and a key, or
-the base URL alone. What they say becomes turns: the very tokens that the engine was given and sampled.
+The clients are the SDKs of OpenAI and Anthropic, LiteLLM, and mini-swe-agent, which repairs a file. Each gets a base
+URL and a key, or only the base URL. Their calls become turns, with exactly the tokens that the engine was given and
+sampled.
 
-They need replies that make sense to them: a greeting, tool calls that parse, shell commands. So a tiny model is trained
-for some seconds until it knows a few conversations by heart.
+The clients need replies that make sense: a greeting, tool calls that parse, shell commands. Therefore a tiny model is
+trained for some seconds until it reproduces a few conversations.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ SURENESS = 4.0
 
 @dataclass(frozen=True)
 class Scene:
-    """A conversation: what is said before a reply, and the reply, again and again."""
+    """A conversation that the model learns: its messages, assistant replies included, and its tools."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
@@ -75,7 +76,7 @@ class Scene:
 
 @dataclass
 class Overheard:
-    """An engine that writes down what it was asked and what it said; implements Engine."""
+    """An engine that records every prompt and completion of another one; implements Engine."""
 
     engine: Engine
     calls: list[tuple[list[int], Ids]] = field(default_factory=list)
@@ -139,7 +140,7 @@ class Rehearsed:
 
 
 def rehearse(scenes: Sequence[Scene]) -> tuple[ChatTemplate, Decoder]:
-    """A tokenizer and a model that says what the assistants of ``scenes`` do."""
+    """Train a tokenizer and a model that reproduces the assistant messages of ``scenes``."""
     torch.set_num_threads(1)
     chat = ChatTemplate.train([text for scene in scenes for text in scene.texts()], 512)
     spec = spec_from_shape(
@@ -168,7 +169,7 @@ def rehearse(scenes: Sequence[Scene]) -> tuple[ChatTemplate, Decoder]:
 
 
 def _batch(chat: ChatTemplate, scenes: Sequence[Scene]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B, T] and which of them [B, T − 1], shifted, an assistant said."""
+    """Token ids [B, T], and a mask [B, T − 1], shifted by one, of the assistant's tokens."""
     rows, masks = [], []
     for scene in scenes:
         ids: list[int] = []
@@ -297,7 +298,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def check_capture(session: Rehearsed, calls: int) -> None:
-    """The turns are what the engine was given and what it said, and all of it is trained, once."""
+    """Check that the turns equal the engine's prompts and completions, and that each completion is trained once."""
     assert len(session.turns) == len(session.sampled) == calls
     assert [turn.prompt_ids.tolist() for turn in session.turns] == [prompt for prompt, _ in session.sampled]
     assert [turn.completion_ids.tolist() for turn in session.turns] == [ids.tolist() for _, ids in session.sampled]

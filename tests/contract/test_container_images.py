@@ -1,4 +1,4 @@
-"""Images of containers, by every way to the store, and what they mean in every provider; task folders made of them."""
+"""Container images: every way to add one, their settings in every provider, and task folders that use them."""
 
 import asyncio
 import json
@@ -107,7 +107,7 @@ def pinned(reference: str) -> str:
 
 
 def output(provider: SandboxProvider, image: Image, script: str) -> str:
-    """What a shell says in a fresh sandbox."""
+    """Output of a shell script in a fresh sandbox."""
 
     async def act() -> str:
         try:
@@ -203,7 +203,7 @@ def test_what_cannot_be_is_refused_by_name_before_anything_starts(
 
 
 def test_a_layer_of_an_enemy_reaches_nothing_outside_of_its_folder(store: ImageStore, tmp_path: Path) -> None:
-    """A layout made by hand, whose layer would be written by links, names and whiteouts to where it does not belong."""
+    """A hand-made layout whose layer would write outside of its folder, by links, names and whiteouts, is refused."""
     outside = write_files(tmp_path / "outside", {"file": "text"})
     for members in ([("link", str(outside)), ("link/file", "")], [("../outside/file", "")], [("a/.wh...", "")]):
         layout = tmp_path / f"layout-{len(list(tmp_path.iterdir()))}"

@@ -1,4 +1,4 @@
-"""What every engine promises, whatever samples behind it."""
+"""Contract of every engine."""
 
 import asyncio
 import math
@@ -191,7 +191,7 @@ def test_concurrent_calls_get_their_own_answers(opener: Opener) -> None:
 
 
 async def listen(engine: Engine, params: SamplingParams, chunks: int | None = None) -> list[TokenChunk]:
-    """All chunks of a stream, or the first few; then it is closed."""
+    """All chunks of a stream, or the first few; closes the stream."""
     heard = list[TokenChunk]()
     async with aclosing(engine.stream(PROMPT, params, session="s")) as stream:
         async for chunk in stream:

@@ -1,4 +1,4 @@
-"""What is deleted of a live session is gone: from the ledger, its payloads, the feedback store, and their bytes."""
+"""Deleting a live session removes it from the ledger, its payloads and the feedback store, and from their bytes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -84,7 +84,7 @@ def offer(ledger: Ledger, session_id: str, user: str, turn: Turn) -> LiveAdmissi
 
 
 def bytes_of(place: str, folder: Path) -> bytes:
-    """All bytes of what lies in a folder; of a server, what its tables say."""
+    """All bytes of the files in a folder; for a database server, the content of its tables."""
     files = [file for file in folder.rglob("*") if file.is_file() and not file.name.endswith("-shm")]
     return b"".join(file.read_bytes() for file in files)
 

@@ -1,4 +1,4 @@
-"""A harness that no one here wrote the rules for, in a sandbox, against a real gateway: a rollout like any other."""
+"""An external harness, in a sandbox, with a real gateway: its rollout is recorded like any other."""
 
 import asyncio
 import shutil
@@ -70,7 +70,7 @@ async def gateway(chat: ChatTemplate, engine: FakeEngine) -> AsyncIterator[str]:
 def attempt(
     folder: Path, replies: Sequence[str], *, command: Sequence[str] = COMMAND, timeout_s: float = 300.0
 ) -> tuple[Rollout, ChatTemplate]:
-    """One rollout of the harness whose model says ``replies``."""
+    """One rollout of the harness, with a model that gives ``replies``."""
     shutil.copy(AGENT, folder)
     folder.chmod(0o755)
     chat = ChatTemplate.train([AGENT.read_text(), TASK.prompt, *replies], 400)

@@ -1,4 +1,4 @@
-"""Both clients report to a real gateway; what they send is what a session is joined with."""
+"""Both feedback clients report to a real gateway, which joins their signals with the right session."""
 
 import asyncio
 import os
@@ -95,7 +95,7 @@ def test_a_gateway_that_comes_back_gets_each_event_once_and_the_buffer_is_bounde
             self.end_headers()
 
         def log_message(self, *arguments: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Away)
     threading.Thread(target=server.serve_forever, daemon=True).start()

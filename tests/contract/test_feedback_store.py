@@ -1,4 +1,4 @@
-"""What the feedback store promises, in every database that it may live in."""
+"""Contract of the feedback store, for every supported database."""
 
 import threading
 from collections.abc import Iterator

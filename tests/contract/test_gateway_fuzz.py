@@ -1,4 +1,4 @@
-"""Whatever is sent to a gateway, it answers soon, with a status that its OpenAPI document has, and lives on."""
+"""A gateway answers any input in time, with a status of its OpenAPI document, and continues to serve."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,7 +34,7 @@ OPERATIONS = [operation.ok() for operation in SCHEMA.get_all_operations() if isi
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Where a gateway answers, in a thread of its own."""
+    """The URL of a gateway that runs in its own thread."""
     chat = ChatTemplate.train(["return total\n"] * 4, vocab_size=300)
     keys = (
         Key(key_id="admin", digest=digest_of(ADMIN_KEY), scope=Scope.ADMIN),
@@ -47,7 +47,7 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: f"{operation.method} {operation.path}")
 def test_every_operation_answers_as_documented(operation: Operation, mode: GenerationMode, url: str) -> None:
-    """What a schema allows is generated, and what it does not."""
+    """Generates both requests that the schema allows and requests that it does not."""
     key = ADMIN_KEY if operation.path.startswith(PRIVILEGED) else PRODUCT_KEY
     documented = {int(status) for status in operation.definition.raw["responses"]}
 
@@ -80,7 +80,7 @@ def test_every_operation_answers_as_documented(operation: Operation, mode: Gener
 def test_an_address_of_an_engine_is_at_most_an_api_error(
     scheme: str, host: str, port: str, path: str, url: str
 ) -> None:
-    """Strings of a schema are hardly ever addresses, and those that nearly are one do the harm."""
+    """Generates near-valid addresses, which cause errors; random strings of a schema are hardly ever addresses."""
     reply = {"name": "second", "url": scheme + host + port + path}
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     with httpx.Client(base_url=url, headers=headers, timeout=ANSWER_S) as admin:

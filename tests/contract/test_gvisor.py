@@ -1,4 +1,4 @@
-"""What gVisor sandboxes promise beyond the contract: tools that work, honest refusals, and nothing that is left."""
+"""gVisor sandboxes beyond the contract: tools that work, refusals with a reason, and no leftovers."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Path:
-    """Where a provider has its folder, and nothing else is."""
+    """An otherwise empty folder for a provider."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     return folder
@@ -44,7 +44,7 @@ def machine(tmp_path: Path) -> Path:
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
-    """All that is in a folder, and whose."""
+    """Path, mode and owner of everything in a folder."""
     paths = [folder, *sorted(folder.rglob("*"))]
     return [(str(path), path.lstat().st_mode, path.lstat().st_uid) for path in paths]
 

@@ -1,4 +1,4 @@
-"""A judge over real HTTP: whoever speaks OpenAI's chat completions, our own gateway and engine among them."""
+"""A judge over real HTTP: any server of OpenAI's chat completions, including our own gateway and engine."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ SYSTEM_WORDS = "You grade one aspect of a piece of work. Answer with one JSON ob
 
 
 class JudgingEngine(FakeEngine):
-    """An engine whose model reads what it is asked and says a verdict, token for token."""
+    """An engine that computes a verdict from the prompt and returns it token by token."""
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         query = chat().decode([int(token) for token in prompt_ids])
@@ -85,7 +85,7 @@ async def behind_gateway(engine: Engine) -> AsyncIterator[Address]:
 
 @asynccontextmanager
 async def native_engine() -> AsyncGenerator[NativeEngine, None]:
-    """The real engine over a model that never learnt a word."""
+    """The real engine with a random model."""
     shape = ModelShape(
         vocab_size=400, hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16, experts=2, expert_size=16
     )

@@ -69,7 +69,7 @@ def url(judge: Judge) -> Iterator[str]:
 
 @pytest.fixture
 def suite(tmp_path: Path, url: str) -> Path:
-    """A suite whose judge is calibrated."""
+    """A suite with a calibrated judge."""
     folder = write_suite(tmp_path / "side", url)
     assert main(["judge", "calibrate", str(folder)]) == 0
     return write_suite(folder, url, calibrations='{ restraint = "@restraint.calibration.json" }')
@@ -91,7 +91,7 @@ def recipe(start: Path, suite: Path) -> RunConfig:
 
 @pytest.fixture
 def run(tmp_path: Path, suite: Path) -> RunFolder:
-    """A run with two versions, whose weights differ."""
+    """A run with two versions whose weights differ."""
     start = make_tiny_start(tmp_path / "start")
     folder = RunFolder.create(tmp_path / "run", recipe(start, suite))
     with EventLog(folder.events, "trainer") as events:

@@ -1,4 +1,4 @@
-"""What every launcher that runs processes promises: `local`, and `ray` on a cluster of one machine."""
+"""Contract of every launcher that runs processes: ``local``, and ``ray`` on a cluster of one machine."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ NewLauncher: TypeAlias = Callable[[], ProcessLauncher]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The address of a Ray cluster of this machine alone, which belongs to the region ``eu``."""
+    """The address of a Ray cluster of only this machine, in the region ``eu``."""
     with ray_cluster(labels="region=eu") as address:
         yield address
 
@@ -151,7 +151,7 @@ time.sleep(600)
 
 @pytest.mark.heavy("Ray", missing=bool(ray_is_missing()))
 def test_a_process_outlives_the_supervisor_and_not_its_actor(cluster: str, tmp_path: Path) -> None:
-    """Another supervisor sees it; where its actor dies, Ray starts both again."""
+    """Another supervisor sees the process; if its actor dies, Ray starts both again."""
     from etude.run.launchers.ray import RayLauncher
 
     launcher = RayLauncher(

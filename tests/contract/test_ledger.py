@@ -1,4 +1,4 @@
-"""What each call of a ledger promises, in every database that it may live in."""
+"""Contract of every ledger call, for every supported database."""
 
 import subprocess
 import sys

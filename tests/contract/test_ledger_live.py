@@ -1,4 +1,4 @@
-"""Users' sessions in a ledger: admitted once, whoever dies, and no further ahead than their window."""
+"""Users' sessions in a ledger: admitted once, even after crashes, and at most one window ahead."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A ledger whose database goes away: bounded insistence, and nothing lost or done twice."""
+"""A ledger whose database fails: retries are bounded, and nothing is lost or done twice."""
 
 import signal
 import threading
@@ -27,13 +27,13 @@ SERVER_PID = "SELECT pg_backend_pid()"
 
 @pytest.fixture(scope="module")
 def server(postgresql: None) -> Iterator[Server]:
-    """One that nobody else needs, so that it may be ended at will."""
+    """A database server of this test alone, which may be stopped at any time."""
     with temporary_server() as started:
         yield started
 
 
 class Severed:
-    """A database whose connection breaks around the next commit: before the server hears of it, or after it obeyed."""
+    """A database whose connection breaks at the next commit, before the server gets it or after it is done."""
 
     def __init__(self, database: PostgresDatabase, server: Server) -> None:
         self._database = database
@@ -99,7 +99,7 @@ def test_a_commit_whose_reply_is_lost_counts_once(postgres: Server, when: str, s
 
 
 class Worker:
-    """A thread that admits groups of one and grades them, until it is told to end; a fault ends it before."""
+    """A thread that admits groups of one and grades them, until it is stopped or fails."""
 
     def __init__(self, place: str) -> None:
         self.done = 0
@@ -116,7 +116,7 @@ class Worker:
                 self.done += 1
 
     def end(self) -> int:
-        """How many it did."""
+        """Stop the thread and return the number of groups it finished."""
         self._reports.set()
         self.thread.join()
         return self.done

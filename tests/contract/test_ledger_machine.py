@@ -1,7 +1,7 @@
-"""Whatever happens in whatever order, and whoever is killed in between: no group is lost, none is trained twice.
+"""A ledger under random operations and crashes: no group is lost, and none is trained twice.
 
-Two rollouts processes and two trainers share a ledger. Each may be killed at any point and started again, or be thought
-dead while it only slept; then it wakes, and nothing that it tries is kept.
+Two rollouts processes and two trainers share a ledger. Each may be killed at any point and started again. It may also
+be taken for dead while it only slept; when it wakes, none of its writes is accepted.
 """
 
 import os
@@ -34,13 +34,13 @@ CONFIG = LedgerConfig(lease_s=20.0)
 
 
 def draw(position: int) -> TaskDraw:
-    """Training data in which every second task is known; after six of them they come again, in the next epoch."""
+    """Training data in which every task comes twice in a row; after six tasks they repeat, in the next epoch."""
     epoch, place = divmod(position, 12)
     return TaskDraw(task=task(place // 2), epoch=epoch + 1)
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Drives the ledgers of a ledger at random and compares it with what a perfect memory would say."""
+    """Calls the ledgers of several processes at random, and compares them with a model in memory."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.steps_done = self.drawn = self.committed = 0
 
     def started(self, lease: str) -> Ledger:
-        """A process that comes up in the place of the one before, which is known to be dead."""
+        """A process that takes the lease of a predecessor that is known to be dead."""
         ledger = Ledger.open(self.place, CONFIG, self.clock)
         assert ledger.leases.take(lease, f"host:{lease}") is not None
         return ledger
@@ -164,7 +164,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(heir=st.sampled_from(WORKERS))
     def silence(self, heir: str) -> None:
-        """One process sleeps for longer than a term, the other one goes on with its groups, and it wakes."""
+        """One process sleeps for longer than its lease, the other one takes over its groups, and the first wakes."""
         (other,) = set(WORKERS) - {heir}
         for _ in range(BEATS_PER_TERM + 2):
             self.clock.advance(CONFIG.lease_s)  # however long it is: only what the heir watched counts

@@ -1,4 +1,4 @@
-"""Turns as objects beside a ledger, in a folder and in a bucket: what a row names is there, whoever is killed when."""
+"""Turns as objects beside a ledger, in a folder and in a bucket: after any crash, every row's object exists."""
 
 import signal
 import subprocess
@@ -67,7 +67,7 @@ def test_turns_that_are_not_there_are_named(ledger: Ledger, place: str, store: O
 
 
 def is_of(store: ObjectStore, key: str, rollout_id: str) -> bool:
-    """Whether an object has the turns of a rollout."""
+    """Return true if an object holds the turns of a rollout."""
     ref = Payloads(ObjectStore("memory://")).stow_turns([TURN], rollout_id)
     return ref.digest in key and store.exists(key)
 

@@ -1,4 +1,4 @@
-"""Gateway and feedback process, killed again and again under load: nothing that a user was told is lost or doubled."""
+"""Gateway and feedback process, killed repeatedly under load: no acknowledged record is lost or doubled."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What local sandboxes promise beyond the contract: a warm interpreter, its limits, and workers that are replaced."""
+"""Local sandboxes beyond the contract: a warm interpreter, its limits, and workers that are replaced."""
 
 import asyncio
 import os
@@ -153,7 +153,7 @@ def call_number(call: str) -> int:
 
 
 async def in_turn(stage: Stage, *programs: str) -> list[str]:
-    """What programs print, each in a sandbox of its own that is closed before the next one is made."""
+    """Output of programs, each in a fresh sandbox that is closed before the next one is created."""
     printed = []
     for program in programs:
         sandbox = await stage.provider.create({})
@@ -346,7 +346,7 @@ def test_giving_up_a_command_ends_its_worker(local: Stage) -> None:
 
 
 def test_a_command_that_is_cancelled_as_its_turn_comes_is_cancelled(local: Stage) -> None:
-    """Whatever the worker's handing over has come to by then."""
+    """A cancellation takes effect at every stage of the handover of the worker to the command."""
 
     async def cancel(sandbox: Sandbox) -> bool:
         cancelled = []
@@ -443,7 +443,7 @@ def test_closing_the_provider_goes_on_past_a_sandbox_that_cannot_be_closed(tmp_p
 
 
 def is_running(process: int) -> bool:
-    """Whether there is such a process, be it a zombie."""
+    """Return true if the process exists, even as a zombie."""
     return Path(f"/proc/{process}").exists()
 
 

@@ -1,8 +1,8 @@
-"""Work of two million tokens in a window of 200k: exact to the last token, in memory that is stated in bytes per token.
+"""A rollout of two million tokens in a window of 200k: every token is exact, within stated bytes of memory per token.
 
-The whole way of a rollout: a client whose tools say thousands of tokens, contexts that fill up and are summarised, the
-real gateway in a process of its own, its turns fetched, recorded in a ledger, read back, built into trajectories, and
-scored word for word.
+It takes the whole path of a rollout: a client whose tools return thousands of tokens, contexts that fill up and are
+summarised, the real gateway in its own process, turns that are fetched, recorded in a ledger, read back, built into
+trajectories, and scored word for word.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ that grew with all that was said before would be ten times as much. What remains
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What one context came to."""
+    """Counts of one context."""
 
     tokens: int
     turns: int
@@ -89,7 +89,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a session came to."""
+    """Result of a session: its contexts and its turns."""
 
     contexts: Sequence[Context]
     turns: tuple[Turn, ...]
@@ -106,7 +106,7 @@ def gateway() -> Iterator[Process]:
 
 
 async def work(process: Process, tokens: int) -> Work:
-    """Go on until ``tokens`` were read and said, context after context."""
+    """Continue until ``tokens`` tokens were read and sampled, context after context."""
     chance, contexts, first = random.Random(0), list[Context](), PROMPT
     async with aiohttp.ClientSession() as http:
         sessions = GatewaySessions(GatewayTable([process.url]), ADMIN_KEY, http)
@@ -154,7 +154,7 @@ def recorded(turns: tuple[Turn, ...], folder: Path) -> Rollout:
 
 
 async def scored(rollout: Rollout) -> ScoredRollout:
-    """Its score, all its text read: its behaviour, malformed calls turn by turn, hints."""
+    """Score a rollout, with all its text: behaviour, malformed calls of each turn, hints."""
     behaved = PartConfig(name="behaved", source="behaviour.thinking_comments", version=1, weight=-1.0, range=(0.0, 1.0))
     scorer = RewardScorer(
         policy=ScorePolicy(reward=RewardConfig(parts=(behaved,))),
@@ -206,7 +206,7 @@ def test_two_million_tokens_are_exact_and_take_bounded_memory(tmp_path: Path) ->
 
 
 def assert_exact(turns: Sequence[Turn], contexts: Sequence[Context]) -> None:
-    """Every turn is what the engine saw and said, and each context ends with a summary."""
+    """Check that turns are what the engine was given and sampled, and that each context ends with a summary."""
     for turn in turns:
         shown = completion_of(turn.prompt_ids)
         for name in ("token_ids", "logprobs", "versions"):

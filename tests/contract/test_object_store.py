@@ -1,4 +1,4 @@
-"""What every object store promises, wherever it keeps its objects."""
+"""Contract of every object store."""
 
 import os
 import socket

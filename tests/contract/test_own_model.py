@@ -1,7 +1,7 @@
-"""A run that starts from somebody else's checkpoint, its tokenizer and chat template, from the phases to an export.
+"""A run on another project's checkpoint, with its tokenizer and chat template, from the phases to an export.
 
-The weights are random, so nothing is learnt; every process, and who reads a run, has to cope with tokens that étude did
-not make.
+The weights are random, so nothing is learnt. The test shows that every process, and every reader of a run, supports
+tokens that étude did not make.
 """
 
 from pathlib import Path

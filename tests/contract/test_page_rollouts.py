@@ -1,4 +1,4 @@
-"""The tab *Rollouts* in a real browser: filters and links, reading by keyboard, hostile output that is only text."""
+"""The tab *Rollouts* in a real browser: filters and links, use by keyboard, and hostile output shown as plain text."""
 
 import re
 import shutil
@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def _hostile(chat: ChatTemplate) -> Rollout:
-    """One that says the worst, edits a file, and ends in a line of ten million letters and broken UTF-8."""
+    """A rollout with hostile text, an edit, and at its end a line of ten million letters and broken UTF-8."""
     evil = np.array(chat.encode(EVIL), np.int32)
     lone = np.array([chat.encode("é")[0]], np.int32)  # the first of two bytes
     word = chat.encode("x" * 4096)
@@ -95,7 +95,7 @@ def url(run: RunFolder) -> Iterator[str]:
 
 @pytest.fixture
 def page(url: str) -> Iterator["Page"]:
-    """A page that was opened with the token; whatever a policy refused or a script threw is a failure."""
+    """A page opened with the token; the test fails on any policy violation or script error."""
     faults: list[str] = []
     with sync_api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

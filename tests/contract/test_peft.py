@@ -1,4 +1,4 @@
-"""Real PEFT: it loads an exported adapter over transformers' model, and computes what the trainer does."""
+"""The real PEFT loads an exported adapter on transformers' model, and computes the same as the trainer."""
 
 import os
 import subprocess

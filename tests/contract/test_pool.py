@@ -47,13 +47,13 @@ def weights(seed: int, version: int, digest: str) -> Weights:
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """What a killed engine left behind is found in the test that killed it."""
+    """Collect garbage after each test, so that leftovers of a killed engine are reported in the test that killed it."""
     yield
     gc.collect()
 
 
 class Host:
-    """One native engine behind a port of its own, to be killed at will."""
+    """One native engine on its own port, which a test can kill at any time."""
 
     def __init__(self) -> None:
         self.engine = NativeEngine(weights(0, 0, DIGESTS[0]), CONFIG, seed=0, record_routes=True)
@@ -76,7 +76,7 @@ class Host:
 
 @asynccontextmanager
 async def pool_of(engines: int, *, is_lent: bool = False) -> AsyncIterator[tuple[EnginePool, Sequence[Host]]]:
-    """A pool, watched, whose engines are all healthy."""
+    """A pool that watches its engines, which are all healthy."""
     hosts = [Host() for _ in range(engines)]
     async with AsyncExitStack() as stack:
         connect = await stack.enter_async_context(http_engines(0.0))

@@ -1,4 +1,4 @@
-"""recipes/pretrained from its package on: the folder is what transformers reads in the GGUF file, and is trained."""
+"""``recipes/pretrained`` from its package on: its GGUF file gives transformers' model, which is then trained."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""What every provider of sandboxes promises of commands, and of the life of a sandbox."""
+"""Contract of every provider of sandboxes: commands, and the life cycle of a sandbox."""
 
 import asyncio
 import math
@@ -198,7 +198,7 @@ while not os.path.getsize("alive"):
 
 
 async def seen_alive(sandbox: Sandbox, wait_s: float) -> tuple[ExecResult, bool]:
-    """How the command ended that leaves a daemon, and whether the daemon lives on."""
+    """Result of the command that leaves a daemon, and true if the daemon is still alive."""
     start = time.monotonic()
     result = await python(sandbox, LEFTOVER)
     assert result.exit_code == 0
@@ -295,7 +295,7 @@ def test_what_was_left_running_is_killed_however_it_multiplies(stage: Stage) -> 
 
 
 def test_what_runs_inside_cannot_make_the_machine_fail(stage: Stage) -> None:
-    """It kills and stops whatever it sees: what étude does there is done, or is the agent's fault."""
+    """A program kills and stops every process that it sees; étude's calls succeed, or fail as the agent's fault."""
 
     async def disturb(sandbox: Sandbox) -> None:
         await python(sandbox, "import os\nos.mkdir('many')\nfor n in range(500): open(f'many/{n}', 'w').close()")

@@ -1,4 +1,4 @@
-"""Files in every provider's sandboxes: alone, in archives, and in the hands of an agent that cheats."""
+"""Files in every provider's sandboxes: single files, archives, and files that a cheating agent manipulates."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""What a provider of sandboxes must prove before it claims images, snapshots and forks."""
+"""Contract of a provider that claims images, snapshots and forks."""
 
 import asyncio
 import io
@@ -63,7 +63,7 @@ def test_a_sandbox_starts_from_its_image(stage: Stage, image: Image) -> None:
 
 
 def test_no_user_of_the_machine_can_run_what_an_image_has_of_its_root(stage: Stage) -> None:
-    """A program of root's that lends its rights to whoever runs it: inside, that is the sandbox's root."""
+    """A set-user-ID program of root in an image gives root's rights inside the sandbox only, never on the machine."""
     stage.need(Capability.SNAPSHOT)
 
     async def keep(sandbox: Sandbox) -> list[Path]:
@@ -327,7 +327,7 @@ while not os.path.exists('count'):
 
 
 async def progress(sandbox: Sandbox) -> tuple[str, int, int]:
-    """The process that counts, and two of its numbers; where it stands still, ``TimeoutError``."""
+    """The counting process and two successive counts; raises ``TimeoutError`` if it makes no progress."""
     first = second = (await sandbox.read_file("count") or "").split()
     async with asyncio.timeout(WAIT_S):
         while second == first:

@@ -1,4 +1,4 @@
-"""What a provider of sandboxes must prove before it claims to confine, to limit or to cut off; and what it refuses."""
+"""Contract of a provider that claims to confine, to limit or to cut off the network; and the specs that it refuses."""
 
 import os
 import socket

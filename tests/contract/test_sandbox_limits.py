@@ -1,4 +1,4 @@
-"""What a provider of sandboxes must prove before it claims to limit what one of them uses up."""
+"""Contract of a provider that claims to limit a sandbox's use of resources."""
 
 import asyncio
 import sys
@@ -100,7 +100,7 @@ TAKE_ONE = "\nprint([kind for kind, take in KINDS.items() if take() < 0])"
 
 
 async def survives(sandbox: Sandbox, other: Sandbox, bomb: str, timeout_s: float) -> str:
-    """What a bomb prints, once the sandbox and another one were seen to live on."""
+    """Output of a program that exhausts a resource, after checking that its sandbox and another one still work."""
     exploding = asyncio.ensure_future(python(sandbox, bomb, timeout_s=timeout_s))
     await asyncio.sleep(0.5)
     assert await output(other, "print('neighbour')") == "neighbour\n"

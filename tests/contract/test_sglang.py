@@ -1,4 +1,4 @@
-"""A run whose engine is ``sglang``, from recipe to report, with a stand-in for SGLang's server."""
+"""A run with the engine ``sglang``, from recipe to report, with a substitute for SGLang's server."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The suite in `suites/pypi`: its records are what its page says, and a few tasks are made again of them and proved."""
+"""The suite in ``suites/pypi``: its records match its page, and a few tasks are rebuilt from them and proved."""
 
 import threading
 import tomllib

@@ -1,4 +1,4 @@
-"""The commands of docs/suites.md do what it says, one after the other, on a small repository and a scripted model."""
+"""The commands of docs/suites.md do what the page says, in its order, with a small repository and a scripted model."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Somebody else's harness, in a sandbox, tried at a suite with a model behind somebody else's API."""
+"""An external harness, in a sandbox, on a suite, with a model behind another vendor's API."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 def looks_and_submits(messages: Messages) -> str:
-    """The model's reply: the file that the prompt names is read, and that is all."""
+    """A model's reply that reads the file named in the prompt, and then submits."""
     if any(each["role"] == "assistant" for each in messages):
         return SUBMIT
     return f"cat {str(messages[-1]['content']).split()[-1]}"

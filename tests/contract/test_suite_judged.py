@@ -1,4 +1,4 @@
-"""A suite whose tries a judge scores: requests without tests, a model and a judge behind real HTTP."""
+"""A suite with a judge: requests without tests, and a model and a judge behind real HTTP."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack

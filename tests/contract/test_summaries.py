@@ -51,7 +51,7 @@ HARNESS = CodingOptions(
 
 
 class ScriptedEngine(FakeEngine):
-    """Says what it is told to, and keeps what it was asked and what it said."""
+    """Returns scripted replies, and records every prompt and completion."""
 
     def __init__(self, replies: Sequence[str]) -> None:
         super().__init__(SystemClock(), vocab_size=VOCAB_SIZE, max_length=WINDOW)

@@ -1,5 +1,6 @@
-"""Sinks of trackers against the real packages, offline: a run that is interrupted and resumed, read back by their own
-means. The packages live in an environment of their own.
+"""Sinks for trackers with the real packages, offline: a run is interrupted, resumed, and read by the packages.
+
+The packages are in their own Python environment.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Real vLLM behind étude's seam: what it samples, and what it computes after its weights were changed.
+"""Contract tests of a real vLLM behind étude's engine protocol: its samples, and its logprobs after weight updates.
 
 One server for the module. It needs an environment of its own: ``make test`` installs ``.venv-vllm``; another one can be
 named by ``ETUDE_VLLM_PYTHON``. The reference is transformers' forward pass over the same checkpoint.
@@ -104,7 +104,7 @@ class Stage:
         self.state, self.version = after, self.version + 1
 
     def logprobs(self, prompt: Sequence[int], token_ids: Sequence[int], temperature: float = 1.0) -> Floats:
-        """[C] what transformers computes with the weights that should be served."""
+        """[C] logprobs that transformers computes with the expected weights."""
         return reference(self.folder, self.state, [*prompt, *token_ids], temperature)[len(prompt) - 1 :]
 
 
@@ -149,7 +149,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 async def served(
     model: Path, folder: Path, http: ClientSession, ends: ExitStack, tries: int = 2
 ) -> tuple[VllmServer, ServerProcess, ApiClient]:
-    """A server that answers. One that ends at once is tried again: somebody may have taken its port before it did."""
+    """A server that answers; started again if it exits at once, because another process may have taken its port."""
     server = VllmServer(python=PYTHON, model=model, port=free_port(), max_length=MAX_LENGTH, max_running=32)
     process = start(server, folder)
     client = ApiClient("vLLM", process.base_url, http)
@@ -341,7 +341,7 @@ def swap_while_sampling(stage: Stage, mode: SwapMode, count: int) -> Swapped:
 
 @pytest.mark.parametrize("mode", list(SwapMode))
 def test_a_token_carries_the_version_that_sampled_it(stage: Stage, mode: SwapMode) -> None:
-    """Under a swap in flight: up to the boundary logprobs are the old checkpoint's; then it depends on the mode."""
+    """During a swap, logprobs before the boundary are those of the old checkpoint; after it they depend on the mode."""
     count = 1500  # seconds of work
     for _ in range(SWAPS):
         swapped = swap_while_sampling(stage, mode, count)

@@ -1,4 +1,4 @@
-"""Real vLLM with adapters: each published one is loaded while it serves, and samples what the trainer computes."""
+"""Real vLLM with adapters: each published adapter is loaded while it serves, and samples as the trainer computes."""
 
 import asyncio
 import os

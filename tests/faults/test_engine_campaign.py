@@ -1,13 +1,13 @@
-"""Ten thousand random requests: each is answered as if it had been the only one, and nothing is left behind.
+"""Ten thousand random requests: each is answered as if it were the only one, and nothing is left over.
 
-    asks ──▶ callers ──▶ one engine ◀── new weights, again and again
-                │
-                └──▶ what each got  ==  the same ask, alone, on a fresh engine of the version that answered
+    requests ──▶ callers ──▶ one engine ◀── new weights, repeatedly
+                    │
+                    └──▶ each answer  ==  the same request, alone, on a fresh engine of the version that answered
 
-Callers hang up, walk away from streams, ask for several samples of one prompt, continue conversations, push in front of
-each other, and come again when the engine is busy. Cache, line and seats are so small that requests lose their pages
-all the time. Arithmetic is invariant, so equal means equal to the last bit. Nothing depends on time: all but memory is
-repeated exactly by the seed.
+Callers hang up, leave streams, request several samples of one prompt, continue conversations, have priority over each
+other, and retry when the engine is busy. Cache, queue and batch are so small that requests lose their pages often. The
+arithmetic is invariant, so equal means equal to the last bit. Nothing depends on time: the seed reproduces everything
+except memory.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ GROWTH_BYTES = 4 * 2**20
 
 
 class Behaviour(StrEnum):
-    """How a caller behaves."""
+    """The behaviour of a caller."""
 
     WAITS = "waits"
     STREAMS = "streams"
@@ -90,7 +90,7 @@ BEHAVIOURS = (*[Behaviour.WAITS] * 6, *[Behaviour.STREAMS] * 2, Behaviour.HANGS_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request, and how whoever made it behaves."""
+    """A request, and the behaviour of its caller."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -101,7 +101,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Got:
-    """What a caller has in the end: [c] tokens, and the completion if it waited for it."""
+    """The answer that a caller got: [c] tokens, and the completion if it waited for it."""
 
     ask: Ask
     token_ids: Ids
@@ -114,7 +114,7 @@ class Got:
 
 @dataclass(slots=True)
 class Campaign:
-    """One engine, its callers, and what they count."""
+    """One engine, its callers, and their counts."""
 
     mode: SwapName
     random: Random
@@ -125,7 +125,7 @@ class Campaign:
     tally: Counter[str] = field(default_factory=Counter)
 
     async def wave(self, count: int) -> list[Got]:
-        """Let callers make ``count`` asks while weights are exchanged."""
+        """Make ``count`` requests while weights are exchanged."""
         asks, answers = self._asks(count), list[Got]()
 
         async def caller() -> None:
@@ -139,7 +139,7 @@ class Campaign:
         return answers
 
     def remember(self, answers: Sequence[Got]) -> None:
-        """Let later prompts continue some of these conversations."""
+        """Choose some of these conversations for later prompts to continue."""
         for got in self.random.sample(answers, 4):
             self.stems.append((*got.ask.prompt, *got.token_ids.tolist()))
         self.stems = self.stems[-STEMS:]
@@ -165,7 +165,7 @@ class Campaign:
         return (*stem, *(random.randrange(SPEC.vocab_size) for _ in range(fresh)))
 
     async def _call(self, ask: Ask) -> Got:
-        """Make one request, again and again while the engine is busy."""
+        """Make one request, and repeat it while the engine is busy."""
         self.tally[ask.behaviour] += 1
         while True:
             version = self.engine.weights.version
@@ -220,7 +220,7 @@ class Campaign:
 
 
 async def _steps(count: int) -> None:
-    """Let the engine, and everybody else, have their turn."""
+    """Yield to the engine and the other tasks ``count`` times."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -252,7 +252,7 @@ def _got(ask: Ask, completion: Completion | None, chunks: Sequence[TokenChunk], 
 
 
 async def answered_alone(weights: Weights, ask: Ask, max_tokens: int) -> Completion:
-    """What a fresh engine without other callers answers."""
+    """The completion of a fresh engine without other callers."""
     engine = NativeEngine(weights, EngineConfig(max_running=1, max_length=64), seed=0, record_routes=True)
     params = replace(ask.params, max_tokens=max_tokens)
     call = asyncio.create_task(engine.generate(ask.prompt, params, session="alone"))
@@ -263,7 +263,7 @@ async def answered_alone(weights: Weights, ask: Ask, max_tokens: int) -> Complet
 
 
 async def compare(campaign: Campaign, got: Got) -> None:
-    """What the first version sampled is what it samples alone; if no other one did, so is all the rest.
+    """Compare the first version's tokens with a lone request, and all tokens if there was only one version.
 
     In mode keep a prompt may have keys of several versions after ``MAX_REREADS`` exchanges: nothing is promised then.
     """
@@ -294,7 +294,7 @@ async def compare(campaign: Campaign, got: Got) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest:
-    """What there is in the process while nobody asks for anything."""
+    """Counts of what is in the process while there are no requests."""
 
     requests: int
     futures: int
@@ -306,7 +306,7 @@ class Rest:
 
 
 async def take_rest(engine: NativeEngine) -> Rest:
-    """Check that the engine holds nothing for anybody, and count what there is."""
+    """Check that the engine holds nothing for any request, and count the objects of the process."""
     assert not engine.step()
     engine._scheduler.check()
     health = await engine.health()
@@ -327,7 +327,7 @@ def _resident_bytes() -> int:
 
 
 async def play(mode: SwapName, seed: int, asks: int) -> tuple[Campaign, list[Rest]]:
-    """Waves of asks, each compared with the answers to the same ones alone; between them, rest."""
+    """Run waves of requests, compare each with a lone request, and count the objects after each wave."""
     models = tuple(_model(number) for number in range(MODELS))
     config = altered(CONFIG, swap=mode)
     engine = NativeEngine(Weights(models[0], 0, "digest 0"), config, seed=seed, record_routes=True)

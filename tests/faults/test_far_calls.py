@@ -1,4 +1,4 @@
-"""A call to a gateway far away whose link is cut: it fails soon, and what is tried again goes on when the link does."""
+"""A call to a distant gateway fails soon when its link is cut, and a retry succeeds when the link is back."""
 
 import subprocess
 import sys

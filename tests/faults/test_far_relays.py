@@ -1,4 +1,4 @@
-"""Relays as processes in a region far away: a real link, a bucket that speaks S3, a kill in mid-transfer, a cut."""
+"""Relay processes in a distant region: a real link, an S3 bucket, a kill during a transfer, a cut link."""
 
 import json
 import signal
@@ -55,7 +55,7 @@ def wan() -> Iterator[Wan]:
 
 
 def started(wan: Wan, command: list[str]) -> "subprocess.Popen[bytes]":
-    """A program at home that prints a line when it is done with what it was told."""
+    """Start a program in the home region that prints a line when it has done a command."""
     support = {"PYTHONPATH": ":".join((str(Path(__file__).parents[1] / "support"), *sys.path))}
     return wan.popen(
         "home", [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, environment=support
@@ -63,7 +63,7 @@ def started(wan: Wan, command: list[str]) -> "subprocess.Popen[bytes]":
 
 
 def line_of(program: "subprocess.Popen[bytes]", order: str = "") -> str:
-    """Its next line, after an order."""
+    """Send the program a command, and return its next line."""
     assert program.stdin is not None and program.stdout is not None
     program.stdin.write(order.encode())
     program.stdin.flush()

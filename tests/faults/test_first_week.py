@@ -1,7 +1,7 @@
-"""A practitioner's first week, from the installed wheel and outside the checkout: nothing of étude's is changed.
+"""A user's first week, with the installed wheel and outside the checkout: no file of étude's is changed.
 
 The checkpoint is made by transformers. Tasks, agent, grader, reward function, loss, advantage, sink, sandboxes and
-engine are the examples of ``docs/extending.md``, beside a recipe in a folder of its owner's.
+engine are the examples of ``docs/extending.md``, in the user's own folder beside the recipe.
 """
 
 import shutil
@@ -36,13 +36,13 @@ pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
 
 class Home:
-    """A folder of somebody's own, and the programs of an environment into which they installed the wheel."""
+    """A user's folder, and the programs of the environment with the installed wheel."""
 
     def __init__(self, folder: Path, programs: Path) -> None:
         self.folder, self._programs = folder, programs
 
     def run(self, program: str, *arguments: str, status: int = 0) -> str:
-        """What it prints. Fails on any other exit status."""
+        """Run a program and return its output; the test fails if its exit status is not ``status``."""
         command = [str(self._programs / program), *arguments]
         ended = subprocess.run(
             command, cwd=self.folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False

@@ -1,4 +1,4 @@
-"""The supervisor of a region: it waits for home, places what the desired state says, and follows when that changes."""
+"""The supervisor of a region: it waits for the home region, and follows the desired state and its changes."""
 
 import os
 import secrets
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(DEADLINE_S * 1.2)
 
 
 def write_fleet(place: Path, engines: int) -> Path:
-    """A fleet whose far region has so many engines."""
+    """A fleet whose far region has ``engines`` engines."""
     regions = [
         {"name": "home", "store": str(place / "home"), "engines": 1},
         {"name": "far", "store": str(place / "far"), "engines": engines, "relays": 1},

@@ -104,9 +104,10 @@ def test_an_external_harness_trains_on_two_regions_though_a_gateway_dies(
 
 
 def watch(run: "subprocess.Popen[bytes]", place: Path) -> None:
-    """Kill the far region's gateway while it answers calls, again where none was lost, until a rollout has failed.
+    """Kill the far region's gateway while it answers calls, until a rollout has failed.
 
-    One that has not answered a call yet is let be: what dies six times in two minutes is given up.
+    If a kill interrupts no call, kill it again. Do not kill a gateway that has not answered a call yet: the supervisor
+    gives up a process that dies six times in two minutes.
     """
     deadline_s, killed = time.monotonic() + DEADLINE_S, set[int]()
     while True:

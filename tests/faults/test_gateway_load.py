@@ -1,7 +1,7 @@
-"""A thousand agents at once, streaming, some of them hanging up, one engine killed: nothing leaks, no turn is lost.
+"""A thousand streaming agents, some of which hang up, and one killed engine: nothing leaks and no turn is lost.
 
-Each agent opens a session, talks for a few turns, closes it and compares what it read with the turns that it gets. The
-gateway runs in this process, where tasks, sockets and objects can be counted; its engines are processes that die.
+Each agent opens a session, makes a few calls, closes the session, and compares the replies that it read with its turns.
+The gateway runs in this process, where tasks, sockets and objects can be counted; its engines are processes that die.
 ``ETUDE_LONG=1`` takes a minute.
 """
 
@@ -80,7 +80,7 @@ pytestmark = pytest.mark.timeout(SECONDS * 3 + 120)
 
 @dataclass(slots=True)
 class Tally:
-    """What all agents saw together."""
+    """Counts of all agents together."""
 
     sessions: int = 0
     completed: int = 0
@@ -92,7 +92,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where the agents are."""
+    """The gateway under test, and the shared state of the agents."""
 
     url: str
     secret: str
@@ -120,7 +120,7 @@ async def live(site: Site, chance: random.Random) -> None:
 
 
 async def talk(site: Site, key: str, chance: random.Random) -> tuple[dict[int, str], set[int]]:
-    """A conversation, cut short when time is up: what was answered to each question, and which were not waited for."""
+    """A conversation that stops at the deadline: the reply to each question, and the abandoned questions."""
     messages: list[dict[str, str]] = [{"role": "system", "content": "answer at random"}]
     reply: dict[int, str] = {}
     abandoned: set[int] = set()
@@ -222,14 +222,14 @@ async def gateway(
 
 
 async def kill_in_the_middle(process: subprocess.Popen[bytes], is_busy: Callable[[], bool]) -> None:
-    """Kill an engine under its calls: on a machine that is slow its turns may have been over for a moment."""
+    """Kill an engine while it is answering calls; on a slow machine, wait first until it has some."""
     await asyncio.sleep(SECONDS / 3)
     await until(is_busy)
     process.kill()
 
 
 async def populate(url: str, secret: str, template: ChatTemplate, kill: Coroutine[None, None, None]) -> Tally:
-    """Let all agents live until time is up, and an engine be killed meanwhile."""
+    """Run all agents until the deadline, and kill an engine meanwhile."""
     tally = Tally()
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as http:
@@ -255,7 +255,7 @@ def open_sockets() -> int:
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """As many descriptors as a thousand callers take."""
+    """Raise the limit of open files to what a thousand callers need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < FILES:
         pytest.skip(f"the system allows {hard} open files, and {FILES} are needed")

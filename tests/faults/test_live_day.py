@@ -1,7 +1,7 @@
-"""A live run with a dozen simulated users, end to end: two releases, the second learnt from signals, and a way back.
+"""A live run with a dozen simulated users: two releases, the second one trained on their signals, and a rollback.
 
-Real processes and the users of ``recipes/live``, over a tiny random model. What is learnt is nothing; that every part
-hands on to the next is the point.
+The processes are real, and the users are those of ``recipes/live``; the model is tiny and random. It learns nothing
+useful: the test shows that each part passes its results on to the next.
 """
 
 import os
@@ -93,7 +93,7 @@ def _state(run: RunFolder, version: int) -> ReleaseState:
 
 
 def _check_what_is_left(run: RunFolder, truth: Path) -> None:
-    """Users met releases and canaries alone; no session was offered twice; signals became steps."""
+    """Users got only released and canary versions, no session was offered twice, and signals became steps."""
     rows = [orjson.loads(line) for line in truth.read_bytes().splitlines()]
     with closing(ReleaseStore.open(run.ledger)) as store:
         shown = {

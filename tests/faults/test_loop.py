@@ -1,4 +1,4 @@
-"""The whole loop as a person runs it: real processes, killed at will, and nothing lost or trained twice.
+"""The whole loop as a user runs it: real processes, killed at any time, and nothing is lost or trained twice.
 
 All tests share one mid-trained start (a fixture of some twenty seconds) and run a few small RL steps from it.
 """
@@ -214,7 +214,7 @@ def tokens_of(folder: RunFolder, engine: str) -> int:
 
 
 def check_no_secret_is_told(folder: RunFolder, output: str) -> None:
-    """Neither the run key nor one that is derived from it stands in a log, an event or a file of the run."""
+    """Neither the run key nor a key derived from it is in a log, an event or a file of the run."""
     secrets = [(folder.path / "run.key").read_text().strip(), *map(folder.key, KeyRole)]
     for file in (*folder.logs.rglob("*"), *folder.events.iterdir(), *folder.path.glob("*.*")):
         if file.is_file() and file.name != "run.key":
@@ -283,7 +283,7 @@ def test_an_interrupted_run_goes_on_unless_its_checkpoint_is_damaged(folder: Run
 
 
 def stop(folder: RunFolder, number: signal.Signals) -> str:
-    """Start or resume the run, stop its supervisor in the middle, and return what it printed."""
+    """Start or resume the run, stop its supervisor during a step, and return its output."""
     before = steps_done(folder)
     with running(folder) as run:
         wait_for_step(folder, before + 1)

@@ -55,7 +55,7 @@ def finish(folder: RunFolder, phase: Phase) -> None:
 
 
 def wait_for_work(folder: RunFolder, phase: Phase, process: subprocess.Popen[bytes]) -> None:
-    """Until the process has begun to do something that it could lose."""
+    """Wait until the process has done work that a kill could lose."""
     events = folder.events / f"{phase}.jsonl"
     size = events.stat().st_size if events.exists() else 0
     wait_until(

@@ -1,4 +1,4 @@
-"""Three machines in two regions, network namespaces with a Ray node each: a lost one's process runs elsewhere."""
+"""Three machines in two regions, as network namespaces with a Ray node each: a lost machine's process moves."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_a_lost_machines_process_runs_elsewhere_in_its_region(tmp_path: Path) ->
 
 
 def looks(driver: subprocess.Popen[bytes]) -> Iterator[dict[str, tuple[str, int]]]:
-    """Process → host and process id, 0 where it does not run, again and again; Ray's own lines are left out."""
+    """Yield, repeatedly, process → (host, process id), with id 0 for a process that is down; skips Ray's own lines."""
     assert driver.stdout is not None
     for line in driver.stdout:
         if line.startswith(b"{"):

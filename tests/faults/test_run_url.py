@@ -1,6 +1,6 @@
-"""A run that is at a URL goes on when the disks of its machine are lost, and is read from anywhere.
+"""A run at a URL continues after its machine's disks are lost, and can be read from anywhere.
 
-The storage is a server that speaks S3, processes are real, and what dies is killed. Only the ledger stays where it is.
+The storage is an S3 server, the processes are real, and they are killed. Only the ledger stays where it is.
 """
 
 import shutil
@@ -62,7 +62,7 @@ def bucket(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def make_run(path: Path, *, at: str = "", every: int = 1) -> RunFolder:
-    """A run of batches of one group that has published version 0; its ledger is nowhere near its folder."""
+    """A run with batches of one group that has published version 0; its ledger is outside of its folder."""
     batches = ("rollouts.groups_per_step=1", "rollouts.group_size=2", "rollouts.concurrency=4")
     trainer = (
         "trainer.device=cpu",
@@ -126,7 +126,7 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def lose(disks: Path) -> None:
-    """What a new machine has of the old one: nothing."""
+    """Delete the disks of the old machine: a new one has nothing of it."""
     shutil.rmtree(disks)
 
 
@@ -263,7 +263,7 @@ def test_a_run_whose_machine_is_lost_is_resumed_by_its_url_alone(
 
 
 def _processes_in(folder: Path) -> list[int]:
-    """Processes of this machine that were told of a folder."""
+    """Processes of this machine whose command line names a folder."""
     processes = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,4 +1,4 @@
-"""A whole run that tells trackers, a collector of traces and a webhook, whose feeding process is killed on the way."""
+"""A whole run that sends data to trackers, a trace collector and a webhook, with its sink process killed on the way."""
 
 import json
 import os

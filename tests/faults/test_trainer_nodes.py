@@ -1,4 +1,4 @@
-"""A trainer over two nodes, each a rank: one is killed, both start again as a group, and training goes on."""
+"""A trainer on two nodes with a rank each: one is killed, both start again as a group, and training continues."""
 
 import os
 import signal

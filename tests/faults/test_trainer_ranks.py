@@ -1,4 +1,4 @@
-"""A run whose trainer is several processes: it trains, loses one of them, and goes on from its checkpoint."""
+"""A run whose trainer is several processes: it trains, loses one of them, and continues from its checkpoint."""
 
 import os
 import signal

@@ -106,7 +106,7 @@ def start() -> Iterator[Start]:
 
 
 def kill(pid: int, after_s: float = 0) -> None:
-    """Let a process run for a while; it must not end by itself."""
+    """Kill a process after a while; it must not have ended by itself."""
     time.sleep(after_s)
     os.kill(pid, signal.SIGKILL)  # fails if it is gone
     wait_until(lambda: not alive(pid))

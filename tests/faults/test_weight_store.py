@@ -1,7 +1,7 @@
-"""The weight store under everything that happens to stores, processes and bytes.
+"""The weight store under all kinds of damage to stores, processes and bytes.
 
-The invariant everywhere: what a receiver holds is one committed version, bit for bit, never a mixture; and whatever
-broke, the publisher's next version reaches everyone without a human.
+The invariant: a receiver holds one committed version, bit for bit, never a mixture. After any damage, the publisher's
+next version reaches every reader without a human.
 """
 
 import random
@@ -67,7 +67,7 @@ def weights(version: int) -> State:
 
 
 def assert_committed(receiver: Receiver) -> None:
-    """What it holds is one version, or nothing."""
+    """The receiver holds exactly one committed version, or nothing."""
     if receiver.version is not None:
         before = receiver.weights()
         assert before.digest == state_digest(before.state)
@@ -95,7 +95,7 @@ def write(log: WeightLog, *versions: int, options: PublishOptions = OPTIONS) -> 
 
 
 def publish_stubbornly(store: FaultyStore, inner: Objects, newest: int) -> None:
-    """Publish up to ``newest``, trying again what failed, in another process if this one is cut off for good."""
+    """Publish up to ``newest``, retrying failures, with a new publisher if this one lost its access for good."""
     log = WeightLog(store)
     with Publisher(log, OPTIONS) as publisher:
         version = 0
@@ -111,7 +111,7 @@ def publish_stubbornly(store: FaultyStore, inner: Objects, newest: int) -> None:
 
 
 def publisher_fails_at(fresh: Fresh, number: int, failure: Failure) -> bool:
-    """Whether there was such a call at all."""
+    """Inject a failure into the publisher's call ``number``; returns true if there was such a call."""
     inner, newest = fresh(), 4
     store = FaultyStore(inner, {number: failure})
     publish_stubbornly(store, inner, newest)
@@ -179,7 +179,7 @@ def test_a_bad_network_costs_time_only(fresh: Fresh, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One object that is not what it was."""
+    """One damaged object."""
 
     key: str
     data: bytes | None
@@ -207,9 +207,9 @@ def damages(objects: Mapping[str, bytes], seed: int, flips: int) -> Iterator[Dam
 
 
 def can_be_reached(objects: Mapping[str, bytes], log: WeightLog, broken: str, have: int | None, target: int) -> bool:
-    """Whether a sound way remains, as the records themselves tell (of a log that was not damaged).
+    """Return true if an intact path remains, by the records of the log before the damage.
 
-    Who holds something knows the layout and need not read it again.
+    A reader that holds a version knows the layout already, and need not read it.
     """
     records: list[WeightVersion | Link] = [record for version in log.versions() if (record := log.read(version))]
     records += log.links()
@@ -228,7 +228,7 @@ def own_key(record: WeightVersion | Link) -> str:
 
 
 def survive(store: ObjectStore, sound: WeightLog, objects: Mapping[str, bytes], damage: Damage) -> None:
-    """A fresh receiver and one in the middle go around the damage where they can; the next version heals the rest.
+    """A new receiver and one at version 2 avoid the damage where they can; the next version repairs the rest.
 
     Without signatures some damage of records does no harm and is not seen (the name of the recipe, say).
     """
@@ -287,7 +287,7 @@ def test_any_damage_is_got_around_or_named_and_then_healed(fresh: Fresh, key: by
 
 @pytest.mark.parametrize("seed", range(25))
 def test_a_publisher_that_lives_on_heals_what_readers_cannot_get_around(fresh: Fresh, seed: int) -> None:
-    """It holds everything in memory and sees none of the damage, but for what readers tell it."""
+    """The publisher has everything in memory, and learns of the damage only by readers' requests."""
     store = fresh()
     log = WeightLog(store)
     with Publisher(log, OPTIONS) as publisher, Receiver(WeightLog(store), READING) as following:
@@ -405,7 +405,7 @@ def test_a_clock_that_jumps_removes_nothing_that_is_needed(seed: int) -> None:
 
 
 def test_a_pack_that_comes_back_into_use_survives_the_collector() -> None:
-    """A frozen tensor gives the same pack again and again: one that was rubbish may be needed the next moment."""
+    """A frozen tensor always gives the same pack, so a pack that is garbage now may be needed the next moment."""
     store = FakeClockStore()
     log = WeightLog(store)
     digest = log.put_pack(b"once used, then rubbish")

@@ -1,7 +1,7 @@
-"""Fuzzes for as long as it is told to: `python -m tests.fuzz --minutes 60`; prints one JSON object.
+"""Command line of the fuzzer: ``python -m tests.fuzz --minutes 60`` prints one JSON object.
 
-Targets take turns, so that an interrupted run has tried all of them. What was found is in the object and, with `--out`,
-in files that can be put into ``corpus/``; the exit status is 1 where there is anything.
+Targets take turns, so that an interrupted run has tried all of them. Findings are in the object and, with ``--out``, in
+files that can be put into ``corpus/``. The exit status is 1 if there are any.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TURN_S = 0.5
 
 
 def main() -> int:
-    """Fuzz and print what came of it."""
+    """Fuzz, print the result, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="for how long, all targets together (1)")
     parser.add_argument("--seed", type=int, default=0, help="another one tries other inputs (0)")
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _limit_memory() -> None:
-    """Let an input that takes more memory be a finding, and not the end of the process."""
+    """Limit this process's memory, so that an input that needs more is a finding instead of the end of the process."""
     now_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now_bytes + MORE_BYTES, now_bytes + MORE_BYTES))
 

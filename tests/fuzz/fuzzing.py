@@ -94,7 +94,7 @@ class Fuzzing:
 
 
 def fuzz(target: Target, seeds: Sequence[bytes], executions: int, seed: int = 0) -> Fuzzing:
-    """Try seeds as they are, then so many mutations of them."""
+    """Try the seeds unchanged, and then ``executions`` mutations of them."""
     fuzzing = Fuzzing(target, list(seeds), Random(seed))
     for data in seeds:
         fuzzing.attempt(data)
@@ -117,7 +117,7 @@ class _Child:
         theirs.close()
 
     def read(self, data: bytes) -> _Outcome:
-        """How an input ends; its death is one way."""
+        """The outcome of an input; the death of the process is one of the outcomes."""
         self._ours.send_bytes(data)
         with suppress(EOFError, ConnectionResetError):
             if self._ours.poll(HANGS_S):

@@ -103,7 +103,7 @@ def _splice(random: Random, data: bytes, pool: Sequence[bytes]) -> bytes:
 
 
 def _number(random: Random, data: bytes, pool: Sequence[bytes]) -> bytes:
-    """Another number in the place of one."""
+    """Replace a digit by another text of a number."""
     places = [at for at, byte in enumerate(data) if 48 <= byte <= 57]
     if not places:
         return data
@@ -112,7 +112,7 @@ def _number(random: Random, data: bytes, pool: Sequence[bytes]) -> bytes:
 
 
 def _json(random: Random, data: bytes, pool: Sequence[bytes]) -> bytes:
-    """Another value somewhere in a JSON text, or in one of its lines; other bytes are left to other ways."""
+    """Change a value in a JSON text or in one of its lines."""
     try:
         return _changed_json(random, data)
     except (ValueError, RecursionError):
@@ -128,7 +128,7 @@ def _json(random: Random, data: bytes, pool: Sequence[bytes]) -> bytes:
 
 
 def _headed(random: Random, data: bytes, pool: Sequence[bytes]) -> bytes:
-    """Another value in a JSON header, whose length is that of the new one."""
+    """Change a value in a JSON header, and adjust its length."""
     for form in HEADS:
         try:
             (length,) = form.unpack_from(data)
@@ -144,7 +144,7 @@ def _changed_json(random: Random, text: bytes) -> bytes:
 
 
 def _toml(random: Random, data: bytes, pool: Sequence[bytes]) -> bytes:
-    """Another value somewhere in a TOML text."""
+    """Change a value in a TOML text."""
     try:
         return _nested(tomli_w.dumps(_changed(random, tomllib.loads(data.decode())))).encode()
     except (ValueError, TypeError, AttributeError, RecursionError):

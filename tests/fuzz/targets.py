@@ -1,4 +1,4 @@
-"""Every reader of bytes that étude did not make itself, or that lay on a disk meanwhile, as a target to fuzz.
+"""Targets of the fuzzer: every reader of bytes that étude did not make, or that were on a disk meanwhile.
 
 A row is the reader, the errors that its docstring names, and the files of the saved run (`tests/compatibility`) that
 are inputs of it. Further inputs are in ``corpus/NAME/``, among them those that a reader once broke on.
@@ -142,7 +142,7 @@ def texts(read: Callable[[str], object]) -> Callable[[bytes], object]:
 
 
 def file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """A reader of a file that is named so."""
+    """A reader of a file with a given name."""
 
     def write_and_read(data: bytes) -> object:
         place = Path(SCRATCH.name) / Path(name).stem / name
@@ -159,7 +159,7 @@ def folder(name: str, read: Callable[[Path], object]) -> Callable[[bytes], objec
 
 
 def drained(value: object) -> object:
-    """A result, whole: what generates its items has read nothing yet."""
+    """All items of a result, since a generator has read nothing before."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
 
 
@@ -184,7 +184,7 @@ def _transcript(data: bytes) -> object:
 
 
 def _events(data: bytes) -> object:
-    """The events of a server's stream, as they come off a wire: in parts."""
+    """Events of a server's stream that arrives in parts."""
 
     async def chunks() -> AsyncIterator[bytes]:
         for at in range(0, len(data), 1 + len(data) // 3):
@@ -197,7 +197,7 @@ def _events(data: bytes) -> object:
 
 
 def _delta(place: Path) -> object:
-    """A version that is a delta on a checkpoint, with the index that it had."""
+    """A version that is a delta of a checkpoint, with the checkpoint's index."""
     shutil.copy(DELTAS / "weight_v000001" / INDEX_FILE, place)
     return read_version(place.parent, 1, base=read_checkpoint(DELTAS / "base"))
 
@@ -218,7 +218,7 @@ def _sglang_answer(event: object) -> object:
 
 
 def _frames(data: bytes) -> object:
-    """Every frame of a pack, down to what it changes in a chunk of zeros."""
+    """Every frame of a pack, with its changes to a chunk of zeros."""
     changes = []
     for _, view in read_pack(data):
         frame = frames.parse(view)
@@ -240,7 +240,7 @@ def _template(source: str) -> object:
 
 
 def _chat_format(place: Path) -> object:
-    """The chat format of a stranger's checkpoint with a plain template, up to the ids of a text."""
+    """The chat format of another project's checkpoint with a plain template, and the token ids of a text."""
     settings = {"eos_token": "<|end|>", "chat_template": "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"}
     (place / "tokenizer_config.json").write_bytes(orjson.dumps(settings))
     return load_format(place).encode("a word, 12 é")
@@ -252,7 +252,7 @@ def _grammar(grammar: Grammar) -> Target:
 
 
 def _guest(data: bytes) -> object:
-    """Frames of a virtual machine, as they come off a wire: in parts."""
+    """Frames of a virtual machine that arrive in parts."""
     inbox, middle = Inbox(), len(data) // 2
     return [*inbox.feed(data[:middle]), *inbox.feed(data[middle:])]
 

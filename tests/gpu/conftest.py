@@ -1,4 +1,4 @@
-"""A CUDA device for each test: the real one where there is one, else the pretended one."""
+"""A CUDA device for each test: a real one if there is one, otherwise the pretended one."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The device to be tested. A test marked ``real_gpu`` says what the pretended one cannot show."""
+    """The device to test. A test marked ``real_gpu`` names what the pretended one cannot show."""
     if torch.cuda.is_available():
         yield torch.device("cuda")
         return

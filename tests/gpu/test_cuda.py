@@ -99,7 +99,7 @@ def test_a_restored_trainer_goes_on_on_the_device(model: Decoder, tmp_path: Path
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_stays_inside_its_sequence(device: torch.device, dtype: torch.dtype) -> None:
-    """Flash attention in bfloat16, call by call in float32: values and gradients are those of the CPU.
+    """Flash attention in bfloat16, and attention call by call in float32: values and gradients equal the CPU's.
 
     Both sides get the same numbers, which bfloat16 has: rounding inputs alone moves gradients by more than the bound.
     """
@@ -121,7 +121,7 @@ def test_attention_stays_inside_its_sequence(device: torch.device, dtype: torch.
 )
 @pytest.mark.parametrize("heads", [(32, 8, 128, 128), (16, 1, 576, 512)], ids=["grouped", "latent"])
 def test_the_paged_kernel_is_as_exact_as_torch(device: torch.device, heads: tuple[int, int, int, int]) -> None:
-    """In bfloat16, beside float64: single tokens, and prompts behind what is in the cache."""
+    """In bfloat16, compared with float64: single tokens, and prompts with a part in the cache."""
     query_heads, key_heads, width, value_width = heads
     ends, counts = [700, 33, 1, 2000, 400], [1, 1, 1, 1, 300]
     generator, pages = torch.Generator(device).manual_seed(0), 125

@@ -1,4 +1,4 @@
-"""What leaves a model on CUDA, and what does not stay there: checkpoints, published weights, blocks of the gate."""
+"""Data that leaves the GPU: checkpoints, published weights, blocks of the parity gate."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""Each kind of credit on games whose right answer is known: groups of eight, as many as it takes to see the noise.
+"""Each kind of credit on games with a known right answer, in groups of eight, enough of them to measure the noise.
 
-What each kind estimates is checked without noise in ``tests/unit/trajectories/test_credit.py``. Here the mean of many
-groups agrees within its standard error, and the noise is measured: where a kind has less than ``rollout``, and where
-more. The figures of docs/credit.md are these, from 2,000 groups.
+``tests/unit/trainer/batching/test_credit.py`` checks the estimate of each kind without noise. Here the mean of many
+groups agrees within its standard error, and the noise is measured, to show where a kind has less than ``rollout`` and
+where more. The figures in docs/credit.md are these, with 2,000 groups.
 
 Array legend: N groups, P logits.
 """
@@ -45,12 +45,12 @@ def potential_gain(potential: Callable[[Moves], float], moves: Moves) -> float:
 
 
 def expected_sum(moves: Moves) -> float:
-    """Of all moves, after some."""
+    """Expected sum of all moves, after some of them."""
     return sum(moves) + 0.4 * (TURNS - len(moves))
 
 
 def whim(moves: Moves) -> float:
-    """By the order of moves and not by what they are worth."""
+    """A value that depends on the order of the moves and not on their worth."""
     return 2.0 * math.sin(1 + sum((place + 2) ** 2 * move for place, move in enumerate(moves)))
 
 
@@ -97,7 +97,7 @@ class Table:
 
 
 def noise(estimates: Estimates) -> float:
-    """E ‖ĝ − E ĝ‖² / ‖E ĝ‖²: so many groups must be averaged for noise and signal to be equal."""
+    """E ‖ĝ − E ĝ‖² / ‖E ĝ‖²: the number of groups to average until noise and signal are equal."""
     mean_P = estimates.mean(0)
     spread = estimates.var(0, ddof=1).sum()
     return float(spread / (mean_P @ mean_P - spread / len(estimates)))
@@ -143,7 +143,7 @@ class Match:
 
 @cache
 def rollout_noise(game: Game, groups: int) -> float:
-    """Of every turn having its rollout's advantage."""
+    """The noise if every turn has its rollout's advantage."""
     return noise(Table(game, seed=1).estimates(ROLLOUT, groups))
 
 

@@ -1,10 +1,10 @@
-"""What the engine says it sampled with is what the trainer computes, to the last bit where that is promised.
+"""The engine's reported logprobs are those that the trainer computes, to the last bit in invariant arithmetic.
 
     engine:  batches, chunks, reused prefixes, lost pages, new weights   ──▶  logprobs, routes, sampling masks
     trainer: one pass over whole sequences, back to back                 ──▶  the same
 
-Models are built and published as in a run, so that rounding and quantisation are on both sides what they are there. The
-trainer's pass is the one it trains with, gradients and all. With fast arithmetic the same holds to 1e-4.
+Models are built and published as in a run, so that both sides round and quantise as they do there. The trainer's pass
+is the one of training, with gradients. With fast arithmetic both agree within 1e-4.
 
 Shape legend: T tokens of a sequence, P tokens of a prompt, C of a completion.
 """
@@ -124,7 +124,7 @@ def make_trainer(case: Case, version: int = 0) -> Decoder:
 def sample(
     case: Case, config: EngineConfig, scene: Callable[[NativeEngine], Awaitable[list[Sample]]]
 ) -> tuple[list[Sample], NativeEngine]:
-    """What a scene gets from an engine of its own."""
+    """Run a scene on a new engine, and return its samples and the engine."""
 
     async def play() -> tuple[list[Sample], NativeEngine]:
         engine = NativeEngine(make_weights(case, 0), config, seed=0, record_routes=True)
@@ -138,7 +138,7 @@ def sample(
 
 
 async def converse(engine: NativeEngine, number: int, cut: SamplingParams) -> list[Sample]:
-    """A conversation whose every prompt continues the last; two of them begin alike."""
+    """A conversation in which every prompt continues the last one; two conversations have the same beginning."""
     random = Random(number // 2)
     prompt = tuple(random.randrange(50) for _ in range(random.randint(1, 40)))
     samples = list[Sample]()
@@ -212,7 +212,7 @@ def score(model: Decoder, samples: Sequence[Sample]) -> tuple[list[Floats], list
 
 
 def same(one: Routes | None, other: Routes | None) -> bool:
-    """Whether both are there and equal, or neither is."""
+    """Return true if both are ``None`` or both are equal."""
     if one is None or other is None:
         return one is other
     return np.array_equal(one, other)

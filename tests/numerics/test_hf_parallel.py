@@ -29,7 +29,7 @@ STEPS = 3
 
 
 def curves(rank: int, folder: Path) -> None:
-    """Write what two ranks see, which never hold more than a block whole."""
+    """Train on two ranks, which gather at most one block at a time, and write the losses and weights."""
     for family in CONFIGS:
         stored = StoredCheckpoint(folder / family, "hf")
         with torch.device("meta"):

@@ -1,8 +1,9 @@
-"""Both estimators of a hinted turn's gradient have the same mean, the exact one, by summing over everything that could
-have been sampled; what goes wrong when a weight is left out or cut shows as well.
+"""Both estimators of a hinted turn's gradient have the exact gradient as their mean.
 
-The policy is a table: of replies of two tokens, one distribution for the first and one for the second after each first.
-The gradient that is meant holds the contexts as they were sampled: Σ over replies of μ(reply) · Σ_t ∇KL_t.
+The mean is a sum over everything that could be sampled. The tests also show the error when a weight is left out or
+truncated. The policy is a table: for replies of two tokens, one distribution of the first token, and one of the second
+token for each first. The exact gradient holds the contexts as they were sampled: Σ over replies of μ(reply) · Σ_t
+∇KL_t.
 
 Shape legend: V vocabulary, C = 1 + V contexts.
 """
@@ -50,7 +51,7 @@ def scored(logits: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
 
 
 def shared(student: Tensor, teacher: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
-    """[2] how far the teacher would have come, too."""
+    """[2] weights of the prefixes: how likely the teacher would have reached the same context."""
     gaps = (scored(teacher, rows, tokens) - scored(student, rows, tokens)).detach()
     return prefix_weights(TokenDivergences(gaps, gaps, gaps, torch.zeros(2, dtype=torch.int64)))
 

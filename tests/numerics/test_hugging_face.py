@@ -251,7 +251,7 @@ def test_replaying_their_routes_gives_their_logits(tmp_path: Path, name: str) ->
 
 @torch.no_grad()
 def hooked_routes(model: Any, ids: Tensor) -> Tensor:
-    """[N, sparse layers, k] what transformers' routers chose."""
+    """[N, sparse layers, k] the experts that transformers' routers chose."""
     chosen: list[Tensor] = []
     gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     handles = [gate.register_forward_hook(lambda _module, _inputs, out: chosen.append(out[2])) for gate in gates]

@@ -1,7 +1,7 @@
 """Every loss, with its baseline and each correction, learns from rollouts of a policy that is two steps old.
 
-The task: of all texts of two tokens one is worth 1 and those that share its first token a quarter; the policy has a
-distribution for the first token and one for the second after each first. Its expected reward is known exactly.
+In the task, one of all texts of two tokens has reward 1, and those with the same first token have a quarter. The policy
+has one distribution of the first token, and one of the second token for each first. Its expected reward is exact.
 
 Shape legend: B rollouts of a step (P groups of G), V vocabulary.
 """
@@ -25,7 +25,7 @@ CHOICES = [(kind, correction) for kind in BASELINES for correction in correction
 
 
 def make_config(kind: LossKind, correction: CorrectionKind) -> LossConfig:
-    """The papers' bounds, but GSPO's: they are for large models, which hardly move in a step."""
+    """A config with the paper's bounds, except for GSPO, whose bounds suit large models that hardly move in a step."""
     own: dict[str, dict[str, dict[str, float]]] = {
         "dr_grpo": {"aggregation_options": {"sequence_tokens": 2}},
         "gspo": {"options": {"clip_low": 0.2, "clip_high": 0.2}},

@@ -113,7 +113,7 @@ def curves(rank: int, folder: Path) -> None:
 
 
 def publications(rank: int, folder: Path) -> None:
-    """Write the digest of what would be published of a sharded model, in every format."""
+    """Write the digest of a sharded model's published weights, in every format."""
     result: dict[str, str] = {}
     for family in ("moe", "latent"):
         for name, config in FORMATS.items():
@@ -195,7 +195,7 @@ def read_by_two(folder: Path, pair: DeviceMesh) -> None:
 
 
 def some_loss(model: CausalModel) -> torch.Tensor:
-    """A loss whose gradient all parameters have: this rank's share of it, the same on every rank."""
+    """One rank's share, equal on every rank, of a loss that has a gradient for every parameter."""
     hidden_NH = model.forward_packed(torch.arange(20))
     return (hidden_NH * torch.linspace(-1, 1, hidden_NH.numel()).view_as(hidden_NH)).sum() / WORLD
 
@@ -210,9 +210,7 @@ PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions", "temperatures", "
 
 
 def make_trajectories() -> list[Trajectory]:
-    """Of different lengths, one of a single sampled token; cut to sampling masks, greedy and with routes here and
-    there.
-    """
+    """Trajectories of different lengths, one with one sampled token; some with masks, greedy, or with routes."""
     random = np.random.default_rng(0)
     result = []
     for index, length in enumerate((17, 5, 30, 2, 11)):
@@ -240,9 +238,7 @@ def make_trajectories() -> list[Trajectory]:
 
 
 def crews(rank: int, folder: Path) -> None:
-    """Write what a rank group of four measured in four steps, the second one from a checkpoint, the last one with
-    hints, and the weights then.
-    """
+    """Write the metrics and weights of a rank group's four steps: step 2 from a checkpoint, the last with hints."""
     for name, loss in LOSSES.items():
         grid = make_grid("dp cp ep")
         policy = make_policy(sharded(TINY_LATENT, grid), loss, grid)
@@ -299,7 +295,7 @@ def other_weights(command: GroupCommand) -> Decoder:
 
 
 def context_gradients(rank: int, folder: Path) -> None:
-    """What ranks send back of a gathered key is added up in float32: in bfloat16, 1 and a little would stay 1."""
+    """Gradients of a gathered key are added in float32: in bfloat16, a small gradient added to 1 would be lost."""
     grid = make_grid("cp")
     key = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     every: torch.Tensor = _AllGather.apply(key, grid.sequences["cp"].get_group())  # type: ignore[no-untyped-call]
@@ -309,7 +305,7 @@ def context_gradients(rank: int, folder: Path) -> None:
 
 
 def make_documents() -> list[Document]:
-    """Some are too short to predict anything, in one an agent wrote a part."""
+    """Documents, some too short to predict a token, and one that an agent wrote in part."""
     documents = [Document(token_ids=np.array(ids, np.int32), weights=np.ones(len(ids), np.float32))
                  for ids in (*make_sequences(6), [3])]  # fmt: skip
     spoken = np.where(np.arange(20) % 3 == 0, 1.0, 0.25).astype(np.float32)
@@ -317,9 +313,7 @@ def make_documents() -> list[Document]:
 
 
 def imitate(model: CausalModel, grid: Grid | None) -> list[Loss]:
-    """The losses of steps on documents, the last on one alone, of which most ranks have nothing, and what is measured
-    then.
-    """
+    """Train on documents, last on a single one, which leaves most ranks idle; returns losses and evaluations."""
     trainer = ImitationTrainer(make_optimisation(model, "muon", grid), grid)
     shares, share = (1, 0) if grid is None else (grid.shares, grid.share)
 

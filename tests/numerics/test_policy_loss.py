@@ -81,7 +81,7 @@ def name(case: Case) -> str:
 
 
 def make_config(case: Case) -> LossConfig:
-    """With bounds that cut some of the case's tokens, and not all."""
+    """A config whose bounds clip some, but not all, of the case's tokens."""
     case = {"aggregation": AGGREGATIONS[case["kind"]]} | case
     tables = {"kind": "options"} | {name: f"{name}_options" for name in ("aggregation", "correction")}
     tables["sequence_mask"] = "mask_options"
@@ -159,14 +159,14 @@ def entropy(row: list[float]) -> float:
 
 
 def is_anchored(config: LossConfig) -> bool:
-    """Whether a ratio is taken to ``Sample.proximal``."""
+    """Return true if the ratio is to ``Sample.proximal``."""
     return config.correction == "decoupled" or config.old_policy == "recomputed"
 
 
 def reference_terms(
     live: list[float], frozen_logps: list[float], samples: list[Sample], config: LossConfig
 ) -> list[float]:
-    """What a trajectory's tokens add to what is maximised, from log π with gradient (``live``) and without."""
+    """Each token's term of the objective, from log π with a gradient (``live``) and without."""
     weights = reference_weights(frozen_logps, samples, config)
     bounds = config.options.model_dump()
     low, high = 1 - bounds.get("clip_low", 0), 1 + bounds.get("clip_high", 0)
@@ -311,7 +311,7 @@ def test_the_default_has_the_bits_of_its_equation() -> None:
 
 @pytest.mark.parametrize("kind", BASELINES)
 def test_distillation_examples_are_divided_by_what_a_token_with_an_advantage_is_divided_by(kind: str) -> None:
-    """Of a batch whose groups all have a signal, in trajectories of one length, by the engine's own policy."""
+    """The batch's groups all have a signal, its trajectories have one length, and the engine's policy sampled them."""
     config = make_config({"kind": kind})
     logprobs_N = torch.full((12,), -0.5, dtype=torch.float64, requires_grad=True)
     tokens = LossTokens(
@@ -327,7 +327,7 @@ def test_distillation_examples_are_divided_by_what_a_token_with_an_advantage_is_
 
 
 def parts(samples: list[Sample], cuts: list[int]) -> list[list[int]]:
-    """Trajectories dealt out to micro-batches: trajectory i goes to number ``cuts[i]``; places of their tokens."""
+    """Places of tokens by micro-batch: trajectory i is in micro-batch ``cuts[i]``."""
     return [
         [place for place, sample in enumerate(samples) if cuts[sample.trajectory] == number] for number in set(cuts)
     ]
@@ -400,7 +400,7 @@ def test_a_token_without_an_advantage_has_nothing_to_clip(advantage: float, mask
 
 
 def test_an_absurd_ratio_is_cut_and_not_made_into_nan() -> None:
-    """Exp of it overflows: where a weight bounds or masks it, the token is counted and the rest still learns."""
+    """If exp of the log-ratio overflows, the weight bounds or masks the token, and the others still learn."""
     for correction in ("tis", "mis", "icepop", "sequence_mis"):
         config = LossConfig(kind="policy_gradient", correction=correction)
         leaf = torch.tensor([-0.1, -0.1], requires_grad=True)

@@ -1,4 +1,4 @@
-"""Temperature, top-p and top-k are part of the policy: what the sampler reports is what the loss recomputes.
+"""Temperature, top-p and top-k are part of the policy: the loss recomputes the logprobs that the sampler reports.
 
 Shape legend: N tokens, V vocabulary.
 """
@@ -39,7 +39,7 @@ def replayed(drawn: Drawn) -> MaskTensors:
 def mismatch(
     arithmetic: Arithmetic, logits_NV: Tensor, drawn: Drawn, temperature: float, mask: MaskTensors | None
 ) -> Tensor:
-    """[N] the log-probability that a trainer would differentiate minus the one that the engine reported."""
+    """[N] the trainer's log-probability minus the one that the engine reported."""
     logits_NV = logits_NV.clone().requires_grad_()
     ids_N = torch.from_numpy(drawn.token_ids).long()
     own_N = arithmetic.logprobs(logits_NV, ids_N, torch.full((TOKENS,), temperature), mask)
@@ -77,7 +77,7 @@ def test_ignoring_the_kept_set_or_the_temperature_is_another_policy(arithmetic: 
 
 
 def test_reported_probabilities_are_the_frequencies() -> None:
-    """One distribution, drawn from many times: −log p of what is drawn averages to its entropy."""
+    """For many samples of one distribution, the mean of −log p is the distribution's entropy."""
     draws = 20_000
     logits_V = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 2
     sampler = Sampler(FastArithmetic())

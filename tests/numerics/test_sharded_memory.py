@@ -1,4 +1,4 @@
-"""What ranks do to hold less: gathering in bfloat16, scoring with shards, small or far moments. Numbers stay the same.
+"""Ways for ranks to use less memory: gathering in bfloat16, scoring with shards, small or offloaded moments.
 
 Two processes do everything in one group, because starting it takes longer than most of the work.
 """
@@ -69,7 +69,7 @@ def formatted(model: Decoder, form: str) -> Decoder:
 
 
 def some_loss(model: CausalModel, rank: int) -> Tensor:
-    """Of other tokens on each rank."""
+    """A loss on different tokens for each rank."""
     ids = (torch.arange(24) * (3 + 2 * rank) + rank) % 50
     logits_NV = model.logits(model.forward_packed(ids))
     return logits_NV.float().log_softmax(-1)[torch.arange(23), ids[1:]].sum()
@@ -104,7 +104,7 @@ def gathered_type(part: nn.Module) -> torch.dtype:
 
 
 def moments(rank: int, folder: Path) -> None:
-    """Save after a step, and write what two more make of it."""
+    """Save after one step, restore, and write the result of two more steps."""
     grid = Grid.open(GRIDS["dp ep"], "cpu")
     for kind, state in KINDS:
         one = optimisation(sharded(TINY_LATENT, grid), kind, state)
@@ -143,7 +143,7 @@ def optimisation(model: Decoder, kind: Any, state: Any) -> Optimisation:
 
 
 def make_trajectories() -> list[Trajectory]:
-    """Turns of versions 3 and 4; the routes are of nobody's router."""
+    """Trajectories with turns of versions 3 and 4 and random routes."""
     random = np.random.default_rng(0)
     result = []
     for index, length in enumerate((17, 6, 30, 4, 11)):
@@ -171,7 +171,7 @@ def of_version(command: GroupCommand) -> Decoder:
 
 
 def scores(rank: int, folder: Path) -> None:
-    """Write what two ranks say of tokens under versions that they have shards of, and nothing else."""
+    """Write two ranks' logprobs of tokens under versions of which each rank has only a shard."""
     for name in GRIDS:
         grid = Grid.open(GRIDS[name], "cpu")
         policy = PolicyTrainer(

@@ -1,4 +1,4 @@
-"""A checkpoint of transformers is a start: load it, train as transformers would, export, and transformers goes on."""
+"""Training starts from transformers' checkpoint, computes the same as transformers, and exports for it."""
 
 from pathlib import Path
 from typing import Any

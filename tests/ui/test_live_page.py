@@ -1,7 +1,7 @@
-"""The live page in Debian's Chromium: a run is watched from its first step to its end, every tab by eye, key and rule.
+"""The live page in Debian's Chromium: a run is watched from its first step to its end, with every tab.
 
-axe-core looks for what people with a screen reader, a keyboard or weak eyes would stumble over; the page's own policy
-(CSP) is in force, and whatever it refuses is an error here.
+axe-core looks for problems of people with a screen reader, a keyboard or weak eyes. The page's own content security
+policy is in force, and a violation of it fails the test.
 """
 
 import re
@@ -68,7 +68,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @contextmanager
 def opened(browser: Browser, url: str, **options: object) -> Iterator[Page]:
-    """A page whose errors, and refusals of its policy, fail the test."""
+    """A page; the test fails on any script error or policy violation."""
     context, errors = browser.new_context(**options), list[str]()  # type: ignore[arg-type]  # options of a context
     page = context.new_page()
     page.set_default_timeout(WAIT_MS)
@@ -81,7 +81,7 @@ def opened(browser: Browser, url: str, **options: object) -> Iterator[Page]:
 
 
 def show(page: Page, tab: str) -> None:
-    """Go to a tab of the run that is shown, and wait until it has been drawn."""
+    """Open a tab of the current run, and wait until it is drawn."""
     page.click(f"nav a[href$='/{tab}']")
     page.wait_for_selector(f"nav a[href$='/{tab}'][aria-current=page]")
     page.wait_for_timeout(500)

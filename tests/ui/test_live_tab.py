@@ -1,4 +1,4 @@
-"""The Live tab's one button in Debian's Chromium: by keys alone, refused with a wrong key, which is kept nowhere."""
+"""The Live tab's button in Debian's Chromium: used by keyboard, refused with a wrong key, which is not stored."""
 
 from collections.abc import Iterator
 from contextlib import closing

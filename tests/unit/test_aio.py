@@ -1,4 +1,4 @@
-"""Nothing goes on behind the back of whoever waits."""
+"""No background task outlives its owner."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The public Python API: what `import etude` gives, recipes, records of a run on disk, and frames."""
+"""The public Python API: the names of ``import etude``, recipes, records of a run on disk, and data frames."""
 
 import math
 import subprocess
@@ -70,7 +70,7 @@ def test_a_recipe_is_changed_and_checked(tmp_path: Path) -> None:
 
 
 def test_a_key_that_was_not_set_does_not_count_as_set() -> None:
-    """That ``midtrain.tokens`` is not given is refused beside a checkpoint, also in a recipe that was changed."""
+    """A missing ``midtrain.tokens`` is refused with a checkpoint, also in a changed recipe."""
     with pytest.raises(etude.ConfigError, match=r"midtrain\.tokens is not"):
         etude.Recipe().with_({"model.checkpoint": "a-model"})
 

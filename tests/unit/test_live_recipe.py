@@ -1,4 +1,4 @@
-"""The simulated users of ``recipes/live``: what they think, who of them says so, and the figures of a day."""
+"""The simulated users of ``recipes/live``: their opinions, their feedback, and the figures of a day."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The pretended device refuses what a real one does, and what a real one would get wrong in silence."""
+"""The pretended device refuses what a real one refuses, and what a real one would silently compute wrongly."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What a recipe promises and what was measured with it belong together; recipes in the docs can be run."""
+"""Each recipe has its measured result beside it, and recipes in the docs can be run."""
 
 import re
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ def test_what_is_claimed_was_measured_on_several_seeds(recipe: str, seeds: int) 
 
 
 def beside(name: str) -> list[dict[str, Json]]:
-    """What lies beside the quickstart's reports."""
+    """The contents of a JSON file in the quickstart's folder."""
     reports: list[dict[str, Json]] = orjson.loads((RECIPES / "quickstart" / f"{name}.json").read_bytes())
     assert reports
     return reports

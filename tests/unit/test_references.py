@@ -1,5 +1,6 @@
-"""What documents, workflows and docstrings refer to exists: pages and headings, targets of make, papers' functions,
-files and the names of Sphinx roles.
+"""References in documents, workflows and docstrings lead to something that exists.
+
+They are pages and headings, targets of make, papers' functions, files, and the names of Sphinx roles.
 """
 
 import ast
@@ -31,7 +32,7 @@ ELSEWHERE = {"core_algos.py", "words.py"}
 
 @cache
 def names_of(file: Path) -> frozenset[str]:
-    """Everything that a module defines, at whatever depth."""
+    """All names that a module defines, at any depth."""
     names = set[str]()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         match node:
@@ -56,7 +57,7 @@ def is_defined(reference: str) -> bool:
 
 
 def anchors_of(page: str) -> set[str]:
-    """What a link into a page may end with, as GitHub and site generators make it of headings."""
+    """Anchors of a page's headings, as GitHub and site generators make them."""
     headings = HEADING.findall(CODE_BLOCK.sub("", page))
     return {NOT_IN_ANCHORS.sub("", heading.lower()).replace(" ", "-") for heading in headings}
 

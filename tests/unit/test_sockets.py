@@ -1,4 +1,4 @@
-"""Calls to other machines go over connections that notice when the other machine is gone."""
+"""Calls to other machines use connections that notice a lost machine."""
 
 import asyncio
 import socket
@@ -30,7 +30,7 @@ async def yes(request: web.Request) -> web.Response:
 
 
 async def endless(request: web.Request) -> web.StreamResponse:
-    """An answer whose end does not come before its caller hangs up."""
+    """An answer that does not end before its caller hangs up."""
     answer = web.StreamResponse()
     await answer.prepare(request)
     await asyncio.Event().wait()

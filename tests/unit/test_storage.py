@@ -1,4 +1,4 @@
-"""A full disk is known for what it is, whichever library meets it first: each error here is the library's own."""
+"""A full disk is recognised whichever library meets it first; each error here is the library's own."""
 
 import errno
 import sqlite3
@@ -30,7 +30,7 @@ def write_database() -> None:
 
 
 def wrap() -> None:
-    """As a library's words arrive from a store or a ledger: in an error of ours, with theirs as its cause."""
+    """Raise a library's error as stores and ledgers do: as the cause of one of étude's errors."""
     try:
         write_database()
     except sqlite3.Error as error:
@@ -57,7 +57,7 @@ def test_the_place_with_the_least_room_is_named(tmp_path: Path) -> None:
 
 
 def test_libraries_that_write_files_are_understood(tmp_path: Path) -> None:
-    """Regression: safetensors and obstore raise no ``OSError``, so nothing was said of the disk."""
+    """Regression: safetensors and obstore raise no ``OSError``, so the full disk was not recognised."""
     with small_disk(tmp_path / "disk") as disk:
         store = ObjectStore(str(disk / "store"))
         fill(disk)

@@ -1,4 +1,4 @@
-"""Nouns are frozen, and refuse at birth what the rest of the system relies upon."""
+"""Nouns are frozen, and check at creation what the rest of the system relies on."""
 
 import dataclasses
 from typing import Any

@@ -16,14 +16,14 @@ class DiscountedOptions(Section):
     """The later a turn, the more it is credited."""
 
     discount: float = Field(gt=0, lt=1)
-    """γ: what a reward is worth one turn earlier."""
+    """γ: discount per turn; one unit of reward counts as γ one turn earlier."""
 
 
 class ShapedOptions(Section):
     """With rewards of single turns."""
 
     discount: float = Field(default=1.0, gt=0, le=1)
-    """γ: what a reward is worth one turn earlier."""
+    """γ: discount per turn; one unit of reward counts as γ one turn earlier."""
     shaping: float = Field(gt=0)
     """Weight of one unit of a turn's own reward, in units of a rollout's."""
 

@@ -33,9 +33,9 @@ class SignalPart(Section):
     signal: Literal["kept", "reverted", "edited", "follow_up", "tests", "thumbs", "latency", "abandoned"]
     """Kind of signal. Of several for the same turn and span the newest counts; several turns and spans are averaged."""
     weight: float = Field(allow_inf_nan=False)
-    """Weight of one unit of the value; 0: it is only recorded."""
+    """Reward per unit of the value; negative for a penalty. 0: the value is only recorded."""
     range: tuple[float, float]
-    """The lowest and the highest value that count."""
+    """Lowest and highest value: values outside are clipped to these."""
     per: Literal["session", "turn"] = "session"
     """Scope of the reward: the whole session, or the turn of the signal alone, with ``credit.kind = "shaped"``."""
     missing: Literal["estimate"] | float = "estimate"

@@ -9,7 +9,7 @@ from etude.config.section import Section
 
 
 class HintRule(Section):
-    """``[[hints.rules]]``: a kind of mistake, and what to say to a model that is about to make it."""
+    """``[[hints.rules]]``: a kind of mistake, and the hint for a model that is about to make it."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_ -]*$")
     """Name of the rule, in every record of it."""
@@ -43,7 +43,7 @@ class HintsConfig(Section):
     hints are off.
     """
     estimator: Literal["full", "sampled"] = "full"
-    """Over the whole vocabulary at every token, or from the sampled tokens alone."""
+    """``full``: the divergence over the whole vocabulary at every token; ``sampled``: from the sampled tokens only."""
     contexts: Literal["shared", "all"] = "shared"
     """Tokens of a turn at which the two are compared: each as far as the hinted policy would have got there, too; or
     all alike, although what it says after words that it would never have said is worth little.

@@ -29,28 +29,28 @@ waits for a judge that is away waits once it is finished, and one that was asked
 
 
 class PartConfig(Section):
-    """``[[reward.parts]]``: one part, worth weight · value, with the value clipped to ``range``."""
+    """``[[reward.parts]]``: one part, which adds weight · value to the reward, with the value clipped to ``range``."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)
-    """Name under which its value, before weight and range, is recorded with every rollout."""
+    """Name under which every rollout records the value, before weight and range."""
     source: str
     """``grader``, the reward of the task's grader; ``grader.NAME``, one of its parts; ``behaviour.NAME``;
     ``measure.NAME`` of the harness; ``judge.NAME`` of a rubric; or a function of your own, ``module:name`` or
     ``@file.py:name`` (``docs/extending.md``).
     """
     version: int = Field(ge=1)
-    """Version of the source. A behaviour's is checked; raise it when you change a grader or harness, and no run goes
-    on.
+    """Version of the source; a running recipe cannot change it. Raise it when you change a grader or harness. For a
+    behaviour it must equal the version in étude.
     """
     weight: float = Field(allow_inf_nan=False)
-    """Weight of one unit of the value; 0: it is only recorded."""
+    """Reward per unit of the value; negative for a penalty. 0: the value is only recorded."""
     range: tuple[float, float]
-    """The lowest and the highest value that count."""
+    """Lowest and highest value: values outside are clipped to these."""
     free: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Allowance: the part of the value up to this amount counts nothing."""
+    """Amount of the value that is free: only the excess over it counts."""
     missing: Missing | float = "error"
-    """Reaction to a missing value: the run stops; the rollout is tried again; it is not trained on; or a number
-    replaces the value.
+    """Reaction to a missing value: ``error`` stops the run, ``wait`` tries the rollout again, ``mask`` does not train
+    on it, and a number replaces the value.
     """
 
     @property
@@ -105,16 +105,16 @@ class PartConfig(Section):
 
 
 class RewardConfig(Section):
-    """``[reward]``: the parts of the reward; without any, it is the grader's.
+    """``[reward]``: the parts of the reward; without parts, the reward is the grader's.
 
-    With parts it is their sum and nothing else: a part that is not named is recorded and counts nothing.
+    With parts, the reward is exactly their sum: the grader's reward counts only if it is one of them.
     """
 
     parts: tuple[PartConfig, ...] = ()
-    """``[[reward.parts]]``, in any order."""
+    """``[[reward.parts]]``; their order has no effect."""
     shuffled: bool = False
-    """A control: trains on each group's rewards shuffled among its rollouts, so that nothing can be learnt from them.
-    The records keep what each rollout earned.
+    """A control experiment: shuffle the rewards of each group among its rollouts before training, so that they teach
+    nothing. The records keep each rollout's own reward.
     """
 
     @property

@@ -404,23 +404,23 @@ SAMPLED_KINDS = frozenset({"thinking_tokens", "call_tokens", "final_tokens"})
 
 
 class EffortConfig(Section):
-    """``[effort]``: what a rollout's effort x costs it, weight · C(x); :mod:`etude.rewards.shaping.effort` has the
+    """``[effort]``: the penalty weight · C(x) for a rollout's effort x; :mod:`etude.rewards.shaping.effort` has the
     equation.
 
-    x is the sum of what was spent, each kind times its price.
+    x is the sum over the kinds of effort: amount times price.
     """
 
     weight: float = Field(default=0.0, ge=0)
     """Reward subtracted per unit of C; 0: effort is free."""
     scale: float = Field(default=0.01, gt=0)
-    """k: above x = 1/k the cost of more effort falls noticeably."""
+    """k: above x = 1/k, additional effort costs clearly less."""
     curvature: float = Field(default=0.5, ge=0)
-    """q: 0 is linear, 1 logarithmic, above 1 bounded."""
+    """q, the curvature of the cost: 0 is linear, 1 logarithmic, above 1 bounded."""
     prices: dict[str, float] = Field(default={})
     """Kind of effort → its price: ``thinking_tokens`` (sampled up to the end of a turn's thinking), ``call_tokens``
-    (the other sampled ones of turns after which the rollout went on), ``final_tokens`` (those of a last turn),
-    ``output_tokens`` (that a turn's context has beyond what the turn before left: output of tools), ``calls`` of tools,
-    malformed ones included, and ``turns``, the calls of the model.
+    (the other sampled tokens of all turns but the last), ``final_tokens`` (those of the last turn), ``output_tokens``
+    (those that tools added to the context), ``calls`` (tool calls, malformed ones included), and ``turns`` (calls of
+    the model).
     """
     thinking_end_id: int = Field(default=-1, ge=-1)
     """Id of the token that ends a turn's thinking; −1: the model does not think."""
@@ -526,7 +526,7 @@ class OptimiserConfig(Section):
 
 
 class ParallelConfig(Section):
-    """``[parallel]``: how many processes train together, and what they share out.
+    """``[parallel]``: the processes that train together, and the division of their work.
 
     Their number is ``dp`` · ``cp``; all weights but the experts' are sharded over all of them. One process is the
     default; more are started by `etude train`.

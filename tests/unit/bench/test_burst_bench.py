@@ -55,7 +55,7 @@ def test_a_machine_that_has_no_time_to_serve_all_makes_them_wait() -> None:
 
 
 def test_what_a_busy_client_takes_for_its_requests_is_no_waiting_for_room() -> None:
-    """Of clients that choose alike some are refused, and ask again when those before them have asked."""
+    """Some clients with equal choices are refused and retry; their clients' own time does not count as queue time."""
     plan = replace(PLAN, requests=400, clients=4, request_s=0.8, images=3, use_s=60.0)
     result = play_burst(plan)
     assert max(result.queue_times_s) > USUAL_TIMES.room_s

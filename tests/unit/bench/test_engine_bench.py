@@ -1,4 +1,4 @@
-"""`bench engine`: every figure is of what it says, whoever fails is a row with the reason."""
+"""``bench engine``: every figure has its right name, and a contestant that fails is a row with the reason."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""How `bench exploration` sets up its trials and adds them up; its runs take minutes each and are not made here."""
+"""``bench exploration`` sets up its trials and adds them up; its runs take minutes each and are not made here."""
 
 from pathlib import Path
 

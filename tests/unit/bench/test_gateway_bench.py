@@ -1,4 +1,4 @@
-"""`bench gateway`: the upstream says what it should, wrong answers are found out, goals follow the rounds."""
+"""``bench gateway``: the upstream gives the scripted replies, wrong answers are found, and goals follow the rounds."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ ALONE = Cell(tokens=16, concurrency=1)
 
 @asynccontextmanager
 async def upstream() -> AsyncIterator[int]:
-    """Serves the script's two and three tokens; says on which port."""
+    """Serve the script's two and three tokens; yields the port."""
     loop = asyncio.get_running_loop()
     replies = {tokens: Replies.of(SCRIPT, tokens) for tokens in (2, 3)}
     server = await loop.create_server(lambda: Connection(replies, loop), "127.0.0.1", 0)

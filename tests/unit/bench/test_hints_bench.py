@@ -1,4 +1,4 @@
-"""What `bench hints` counts, from rollouts to the goal."""
+"""Counts of ``bench hints``, from rollouts to the goal."""
 
 from pathlib import Path
 

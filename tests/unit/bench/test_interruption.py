@@ -1,4 +1,4 @@
-"""A bench that is interrupted prints what it has measured, and no goal of it is met."""
+"""An interrupted bench prints its measurements, and none of its goals is met."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What `bench lending` models, and how it judges."""
+"""The model of ``bench lending``, and its goals."""
 
 from dataclasses import replace
 from itertools import islice

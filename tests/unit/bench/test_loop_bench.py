@@ -1,4 +1,4 @@
-"""How `bench loop` reads runs and compares them; the runs themselves take minutes and are not made here."""
+"""``bench loop`` reads runs and compares them; the runs take minutes and are not made here."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`bench losses`: equal losses agree, unequal ones do not, and who is not there is said to be missing."""
+"""``bench losses``: equal losses agree, unequal ones do not, and a missing contestant is reported as missing."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ BATCHES = [make_batch(seed) for seed in range(3)]
 
 
 def answers(case: Case) -> list[dict[str, Any]]:
-    """A case's own figures as another program tells them."""
+    """A case's own figures, in the format of another program's answers."""
     losses = [our_loss(case, batch) for batch in BATCHES]
     return [{name: value.tolist() if name != "loss" else value for name, value in one.items()} for one in losses]
 

@@ -1,4 +1,4 @@
-"""Benches of plans: the formula of memory is what torch holds, and predictions come with their assumptions."""
+"""Benches of plans: the memory formula agrees with torch, and predictions are printed with their assumptions."""
 
 import argparse
 

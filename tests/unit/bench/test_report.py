@@ -1,4 +1,4 @@
-"""Every bench says where it was measured, and judges its goals in one way."""
+"""Every bench prints where it was measured, and judges its goals in the same way."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`bench sandbox`: what is left behind is found, goals follow the figures, and who is missing is named."""
+"""``bench sandbox``: leftovers are found, goals follow the figures, and missing contestants are named."""
 
 import asyncio
 import os

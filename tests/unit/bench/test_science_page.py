@@ -1,4 +1,4 @@
-"""docs/science.md says what the committed results of `bench science` are, and these are of enough seeds."""
+"""docs/science.md has the figures of the committed results of ``bench science``, which have enough seeds."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The bench of selection: learners that learn, arms that are compared seed by seed, files that hold what they say."""
+"""``bench selection``: its learners learn, arms are compared seed by seed, and result files are complete."""
 
 import json
 from pathlib import Path

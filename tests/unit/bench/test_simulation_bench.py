@@ -37,7 +37,7 @@ def _ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _silent() -> Iterator[None]:
-    """What production logs of faults is no news."""
+    """Switch off the logging of injected faults."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

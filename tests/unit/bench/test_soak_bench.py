@@ -1,4 +1,4 @@
-"""`bench soak`: nothing grows, and what is planted to grow is seen."""
+"""``bench soak``: nothing grows, and planted growth is detected."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`bench startup` starts what it says that it starts."""
+"""``bench startup`` starts the processes that its rows name."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""How `bench summaries` sets up its arms and judges them; its runs take minutes each and are not made here."""
+"""``bench summaries`` sets up its arms and judges them; its runs take minutes each and are not made here."""
 
 from pathlib import Path
 

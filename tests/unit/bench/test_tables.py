@@ -1,4 +1,4 @@
-"""How a bench object is shown: rows under their headings, goals in words, reasons once."""
+"""The text of a bench object: rows under their headings, goals in words, each reason once."""
 
 from bench.report import Goal
 from bench.tables import draw, page, results_of, results_page

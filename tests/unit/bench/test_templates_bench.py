@@ -1,4 +1,4 @@
-"""The bench of chat templates: what is counted, what other people's tests say, and who is missing."""
+"""``bench templates``: its counts, other projects' test cases, and missing contestants."""
 
 from pathlib import Path
 

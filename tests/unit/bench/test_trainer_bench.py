@@ -1,4 +1,4 @@
-"""What `bench trainer` counts and compares, and that ours runs."""
+"""``bench trainer``: its counts and comparisons, and a run of étude's own trainer."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""What other processes take is found, their children's too."""
+"""Resource use of other processes, their children included."""
 
 import os
 import subprocess

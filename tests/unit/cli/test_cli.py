@@ -34,7 +34,7 @@ AGENT = (
 
 
 def fail(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Run a command that must fail as the user's mistake; returns what it said."""
+    """Run a command that must fail because of a user's mistake; returns the message."""
     assert main([str(argument) for argument in arguments]) == 2
     text = capsys.readouterr().err
     assert text.startswith("etude: ")

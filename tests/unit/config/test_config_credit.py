@@ -1,4 +1,4 @@
-"""``[credit]``: what goes with what, and what is refused because it would change nothing."""
+"""``[credit]``: allowed combinations, and options that are refused because they would have no effect."""
 
 from typing import Any, get_args
 

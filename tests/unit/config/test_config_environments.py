@@ -1,4 +1,4 @@
-"""Recipes of third-party environments: the family chooses its harness, and what would have no effect is refused."""
+"""Recipes of third-party environments: the family chooses its harness; options without effect are refused."""
 
 import tomllib
 from pathlib import Path

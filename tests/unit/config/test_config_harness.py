@@ -1,4 +1,4 @@
-"""``[harness]``: a recipe for an external program is complete, and says nothing that would have no effect."""
+"""``[harness]``: a recipe for an external program must be complete and have no option without effect."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a recipe may say of hints."""
+"""Allowed and refused options of hints."""
 
 import tomllib
 

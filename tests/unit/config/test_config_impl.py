@@ -1,4 +1,4 @@
-"""Recipes of a model that transformers computes: what it does not go with is refused, with the key to change."""
+"""Recipes whose model transformers computes: unsupported combinations are refused, with the key to change."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What ``[judge]`` refuses."""
+"""Invalid values and combinations of ``[judge]`` are refused."""
 
 from pathlib import Path
 

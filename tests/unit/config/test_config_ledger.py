@@ -1,4 +1,4 @@
-"""What a recipe may say of its ledger, and the passwords that it must not."""
+"""Allowed places of a recipe's ledger; passwords in a recipe are refused."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""``[live]`` and ``[feedback.reward]``: what is refused because it would have no effect, or could not work."""
+"""``[live]`` and ``[feedback.reward]``: options that would have no effect, or could not work, are refused."""
 
 from typing import Any
 

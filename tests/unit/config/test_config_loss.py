@@ -1,4 +1,4 @@
-"""``[loss]`` and ``[effort]``: what a choice brings along, and what is refused because it would change nothing."""
+"""``[loss]`` and ``[effort]``: the defaults that a choice implies; options without effect are refused."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -54,7 +54,7 @@ def test_every_choice_is_in_the_tables() -> None:
 
 @pytest.mark.parametrize("kind", get_args(LossKind))
 def test_a_kind_alone_is_a_whole_choice(kind: LossKind) -> None:
-    """With the bounds of its paper, and printed so that it reads back as the same."""
+    """A kind alone selects the bounds of its paper; the printed config can be read back and is equal."""
     of_sums = {"aggregation_options": {"sequence_tokens": 40}} if kind == "dr_grpo" else {}
     config = LossConfig.model_validate({"kind": kind, **of_sums})
     assert config.correction == corrections(kind)[0]

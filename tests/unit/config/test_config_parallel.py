@@ -1,4 +1,4 @@
-"""What the sections of optimiser, parallelism and start refuse: contradictions, and options without effect."""
+"""Optimiser, parallelism and start: contradictions and options without effect are refused."""
 
 import pytest
 

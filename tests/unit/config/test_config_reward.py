@@ -1,4 +1,4 @@
-"""``[reward]``: parts that say all that there is to say, and what is refused because it says too little."""
+"""``[reward]``: complete parts are accepted, and incomplete ones are refused."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Fleets are read as recipes are: what is wrong is named, with its fix; the examples are right."""
+"""Fleet files are read like recipes: mistakes are named with the fix, and the examples are valid."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The keys in words: nothing is left out, and what is said of a key is what it is."""
+"""The page of recipe keys has every key, with its true type and default."""
 
 from pathlib import Path
 

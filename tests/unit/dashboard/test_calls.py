@@ -1,4 +1,4 @@
-"""Calls turn by turn: what is counted, and what is told of it."""
+"""Calls of each turn: their counts, and the text about them."""
 
 from dataclasses import replace
 from io import StringIO

@@ -61,7 +61,7 @@ def test_what_passes_is_said() -> None:
 
 
 def styled(*tries: tuple[float, float | None], version: int = 3) -> Evaluation:
-    """One pass of tasks; of each what the grader and what a judge said, who may have said nothing."""
+    """An evaluation with one try per task; each try has a grader's score, and a judge's score or ``None``."""
     passes = tuple(
         make_try(index, graded + 0.2 * (style or 0.0), graded=graded, parts={} if style is None else {"style": style})
         for index, (graded, style) in enumerate(tries)

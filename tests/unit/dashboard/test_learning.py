@@ -1,4 +1,4 @@
-"""A run that learns nothing is told from one that does, with what is likely to be wrong."""
+"""The report distinguishes a run that does not learn from one that does, and names the likely cause."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The page stands alone, is well formed, and writes no figure that the report does not have."""
+"""The page needs no other file, is well formed, and shows only figures of the report."""
 
 import re
 import xml.etree.ElementTree as ElementTree

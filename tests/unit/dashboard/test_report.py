@@ -1,4 +1,4 @@
-"""The arithmetic of the report, and what is unknown staying unknown."""
+"""The report's arithmetic; unknown values stay unknown."""
 
 import json
 import math

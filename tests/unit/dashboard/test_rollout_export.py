@@ -1,4 +1,4 @@
-"""Exports: what Harbor's own schema takes, and pages on which a model's words are words."""
+"""Exports: files valid by Harbor's own schema, and pages that show a model's text as text only."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ ROLLOUT = ReadRollout(
 
 
 def trajectory(rollout: ReadRollout) -> dict[str, Any]:
-    """One that went through Harbor's schema."""
+    """A trajectory that was validated with Harbor's schema."""
     made = to_harbor(rollout, agent="coding", version="1.0", model="tiny")
     jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text())).validate(made)
     return dict(json.loads(json.dumps(made)))

@@ -95,7 +95,7 @@ def _stats(busy_s: float) -> EngineStats:
 
 
 def test_a_process_that_is_started_again_waits_for_nothing_yet() -> None:
-    """Regression: of a process that ended while something was away, that it is back was never said."""
+    """Regression: a process that ended during an outage never reported the end of the outage."""
     run = _observed((90, Outage(what="rollouts", seconds=60.0, reason="no engine")))
     assert [outage.at_s for outage in run.outages.values()] == [30]
     run.add(Logged(at_s=95, process="supervisor", event=_process("trainer", 1)))

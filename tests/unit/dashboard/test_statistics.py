@@ -1,4 +1,4 @@
-"""Means, intervals and differences against what they are known to be."""
+"""Means, intervals and differences, compared with known values."""
 
 import itertools
 import math

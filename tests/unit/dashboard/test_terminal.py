@@ -113,7 +113,7 @@ def test_silence_is_said(events: list[Logged], config: RunConfig) -> None:
 
 
 def test_the_rest_of_the_run_is_foreseen(events: list[Logged], config: RunConfig) -> None:
-    """10 steps of 12.5 s and an evaluation of 41 s are left at the end of step 30."""
+    """At the end of step 30, 10 steps of 12.5 s and an evaluation of 41 s are left."""
     end_of_step = [logged for logged in events if type(logged.event).__name__ == "StepDone"][29].at_s
     run = _run([logged for logged in events if logged.at_s <= end_of_step], 1.0)
     assert "about 2:46 left" in _text(render(run, config, end_of_step), 100)

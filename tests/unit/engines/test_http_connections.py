@@ -55,7 +55,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 def saying(data: bytes, cuts: tuple[int, ...] = ()) -> Talk:
-    """A server that says ``data`` to each request, in chunks."""
+    """A server that answers each request with ``data``, sent in chunks."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""The client of an engine behind HTTP: what it insists on, what it gives up, and whose fault that is."""
+"""The client of an engine behind HTTP: its retries, the end of its retries, and who is at fault."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -227,7 +227,7 @@ def ask(body: bytes) -> tuple[int, str]:
 
 @asynccontextmanager
 async def keyed_client(key: str) -> AsyncIterator[HttpEngine]:
-    """A client with ``key`` of an engine whose key is ``right``."""
+    """A client that uses ``key`` with an engine whose key is ``right``."""
     async with TestServer(engine_app(fake_engine(), "right")) as server, ClientSession() as http:
         with closing(HttpEngine(str(server.make_url("")), http, 0.0, VirtualClock(), key=key)) as engine:
             yield engine

@@ -1,4 +1,4 @@
-"""What the native engine's HTTP carries arrives as it was sent, and nothing else is taken for it."""
+"""The native engine's wire format: messages arrive as sent, and other data is rejected."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace

@@ -1,4 +1,4 @@
-"""Nothing outlives whoever started it, and nobody is left when the first process dies."""
+"""A guarded process ends with its parent, and a process group ends when its first process dies."""
 
 import os
 import signal

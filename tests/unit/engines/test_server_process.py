@@ -1,4 +1,4 @@
-"""What is known of a server before it is started."""
+"""Properties of a server process before it is started."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Caps, outliers, pace and rings, on populations whose vandals are known."""
+"""Caps, outliers, rates and rings, on populations with known vandals."""
 
 import random
 

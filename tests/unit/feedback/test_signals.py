@@ -1,4 +1,4 @@
-"""Events: what is read, and what each wrong one is told."""
+"""Feedback events: valid ones are read, and each invalid one gets its error."""
 
 import orjson
 import pytest

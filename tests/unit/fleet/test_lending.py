@@ -1,4 +1,4 @@
-"""Which engines of production are lent: production first, whatever happens, and idle ones soon."""
+"""Lending of production engines: production always comes first, and idle engines are lent soon."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A supervisor's decisions, against a launcher in memory: whatever dies, all that is to run runs in the end."""
+"""A supervisor's decisions, with a launcher in memory: after any deaths, all desired processes run in the end."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ def spec(name: str) -> ProcessSpec:
 
 
 class Machines:
-    """A launcher in memory that does what it is told."""
+    """A launcher in memory that executes every action."""
 
     def __init__(self) -> None:
         self.statuses: dict[str, ProcessStatus] = {}

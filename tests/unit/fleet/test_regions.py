@@ -1,4 +1,4 @@
-"""The table of regions: who gets a session, what is heard, and that no region holds up or starves another."""
+"""The table of regions: which region gets a session, what reports change, and no region blocks or starves another."""
 
 from collections import Counter
 

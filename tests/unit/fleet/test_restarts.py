@@ -1,4 +1,4 @@
-"""Deaths, silences and full disks: what follows from each, and that nothing is restarted for ever or given up early."""
+"""Deaths, stalls and full disks: the reaction to each; no process restarts for ever or is given up early."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""How many engines there are: enough, not more, within bounds, and without swinging to and fro."""
+"""The number of engines: enough, no more than needed, within bounds, and without oscillation."""
 
 import math
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def test_bounds_that_cannot_be_are_refused(wrong: object) -> None:
 
 
 def played(demand: Sequence[float], *, work_s: float = 10.0, lag: int = 2) -> list[int]:
-    """Engines at each step of a loop whose steps need ``demand`` engine-seconds; new ones serve ``lag`` steps later."""
+    """Engines at each step: step n needs ``demand[n]`` engine-seconds, and new engines serve ``lag`` steps later."""
     table, history, serving = ScalingTable([NEAR], {"near": 4}), [4] * lag, list[int]()
     for seconds in demand:
         engines = history[-lag]

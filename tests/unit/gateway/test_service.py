@@ -44,7 +44,7 @@ def template() -> ChatTemplate:
 
 @dataclass(frozen=True)
 class Bench:
-    """A service and what is around it."""
+    """A service and its surroundings."""
 
     service: CallService
     queue: AdmissionQueue
@@ -72,7 +72,7 @@ class Bench:
 
 
 class KeepingEngine(FakeEngine):
-    """Records from what each token was drawn, as top-p asks."""
+    """Records the sampling mask of each token, as for top-p."""
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         whole = await super().generate(prompt_ids, params, session=session)
@@ -81,7 +81,7 @@ class KeepingEngine(FakeEngine):
 
 
 class EndlessEngine(FakeEngine):
-    """Streams token after token, counts them, and says when it was stopped."""
+    """Streams tokens without end, counts them, and signals when it is stopped."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         super().__init__(CLOCK, vocab_size=VOCAB_SIZE, max_length=MAX_LENGTH)

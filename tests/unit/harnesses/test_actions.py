@@ -1,4 +1,4 @@
-"""What a rollout did, read back from its tokens, whichever way its harness writes calls."""
+"""The actions of a rollout, read from its tokens, for every format of calls."""
 
 import numpy as np
 import pytest

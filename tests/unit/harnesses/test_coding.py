@@ -166,7 +166,7 @@ def test_a_dead_sandbox_fails_the_rollout_not_the_agent(house: Playhouse) -> Non
 
 
 class HangingSandbox(FakeSandbox):
-    """A sandbox in the hands of an agent whose commands take all the time that it has."""
+    """A sandbox whose commands take all of the time limit."""
 
     async def exec(self, argv: Sequence[str], **_: object) -> ExecResult:
         raise OutOfTime
@@ -186,7 +186,7 @@ def test_a_deleted_file_is_the_agents_doing(house: Playhouse) -> None:
 
 
 class ReadOnlySandbox(FakeSandbox):
-    """A sandbox whose program took the right to write its file away, which only other users than root would notice."""
+    """A sandbox in which a program made its file read-only, which only users other than root notice."""
 
     async def write_file(self, path: str, text: str) -> None:
         raise ValueError(f"{path!r} is not a file in the sandbox: Permission denied")

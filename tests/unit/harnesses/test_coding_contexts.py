@@ -1,4 +1,4 @@
-"""Whole sessions of the coding agent whose work outgrows a context."""
+"""Whole sessions of the coding agent with more work than fits into one context."""
 
 from dataclasses import replace
 from typing import Any

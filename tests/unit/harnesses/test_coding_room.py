@@ -1,6 +1,6 @@
-"""What the coding agent promises about any work: nothing goes unseen, and where there is room nothing is cut.
+"""The coding agent shows every result, and truncates nothing while there is room, for any work.
 
-The model says anything and pages are of any size; the gateway counts letters for tokens and refuses what does not fit.
+The model replies anything, and pages have any size; the gateway counts letters as tokens and refuses what does not fit.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ ROOM = TRIGGER + PAGE + TURN + PAGE + len(REQUEST) + SUMMARY + 8 * MARKS
 
 @dataclass(frozen=True)
 class Exchange:
-    """A call: its last message, and what the model said; ``None`` if there was no room for the call."""
+    """A call: its last message, and the model's reply, or ``None`` if there was no room for the call."""
 
     requests: str
     reply: str | None
@@ -42,7 +42,7 @@ class Exchange:
 
 @dataclass
 class FileSandbox:
-    """A gateway with a window, and a model whose replies are given."""
+    """A gateway with a context window, and a model with given replies."""
 
     window: int = 0
     replies: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ def config_of(mode: str) -> CodingOptions:
 
 
 def results_shown(exchanges: Sequence[Exchange], pages: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """For every page that was read: how it looks, and the messages that should show it, up to the one answered."""
+    """For every page that was read: its text, and the messages that should show it, up to the answered one."""
     for place, exchange in enumerate(exchanges):
         reply = exchange.reply or ""
         if not reply.startswith("read ") or exchange.requests.endswith(REQUEST):

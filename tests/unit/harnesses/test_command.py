@@ -1,4 +1,4 @@
-"""An external program as harness: its command line, its variables, and what its end means."""
+"""An external program as harness: its command line, its variables, and the meaning of its exit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -58,9 +58,7 @@ SERVED: dict[str, Json] = {"calls": 0, "waited_s": 0.0, "unserved": False}
 
 
 def with_gateway(status: int, act: Callable[[aiohttp.ClientSession, str], Awaitable[T]], *times: dict[str, Json]) -> T:
-    """Act beside a gateway that tells with ``status`` how the calls of the session fared, if the key is right: one
-    after the other, and the last for ever.
-    """
+    """Run ``act`` with a gateway that reports call statistics with ``status``, in sequence; the last one repeats."""
     answers = iter(times)
     last = times[-1] if times else SERVED
 

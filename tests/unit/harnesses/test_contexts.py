@@ -1,4 +1,4 @@
-"""When a context is left, what it holds, and what is carried over."""
+"""The end of a context, its contents, and what is carried over to the next."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -97,7 +97,7 @@ def test_no_summary_is_asked_for_that_no_model_could_go_on_from() -> None:
 
 @dataclass
 class ContestantRun:
-    """What a window decided in a world that answers at random."""
+    """Decisions of a context window, with random answers."""
 
     steps: list[Step] = field(default_factory=list)
     """Answered calls and restarts."""

@@ -1,4 +1,4 @@
-"""One call, whose reply is the answer."""
+"""The harness that makes one call, whose reply is the answer."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Who may take a lease, and what it takes to call a holder dead."""
+"""Leases: who may take one, and when its holder counts as dead."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What goes into a record comes out of it, and damage is noticed."""
+"""Records are read back as written, and damage is detected."""
 
 import zlib
 from base64 import b85decode

@@ -1,4 +1,4 @@
-"""Ledgers of older études come along; those of strangers and of newer ones are left alone."""
+"""Ledgers of older versions are migrated; other projects' databases and newer ledgers are left alone."""
 
 import sqlite3
 import threading
@@ -54,7 +54,7 @@ PRAGMA user_version = 2;
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A run of version 2 in the middle: a consumed group, a claimed one, one that lacks a rollout; five tasks drawn."""
+    """A run of version 2: a consumed group, a claimed one, one that lacks a rollout; five tasks drawn."""
     path = tmp_path / "ledger.db"
     db = sqlite3.connect(path, isolation_level=None)
     db.executescript(VERSION_2)

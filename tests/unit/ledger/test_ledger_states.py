@@ -1,4 +1,4 @@
-"""When a group's slots decide what it is."""
+"""The state of a group follows from its slots."""
 
 import pytest
 from hypothesis import given

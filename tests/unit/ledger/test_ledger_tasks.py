@@ -1,4 +1,4 @@
-"""What goes into a task's record comes out of it, whatever kind of checks it has, and damage is noticed."""
+"""A task's record is read back as written, for every kind of check, and damage is detected."""
 
 import json
 

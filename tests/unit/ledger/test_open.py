@@ -1,4 +1,4 @@
-"""Where a ledger may be, and what is never written down about it."""
+"""Allowed places of a ledger, and what is never written down about it."""
 
 import subprocess
 import sys

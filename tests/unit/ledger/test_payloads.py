@@ -1,4 +1,4 @@
-"""Routes and kept sets in storage: what goes in comes out, damage is named, and files go when they are done with."""
+"""Routes and sampling masks in storage: read back as written, damage is named, and unused files are deleted."""
 
 import hashlib
 import os
@@ -49,7 +49,7 @@ def ref_of(turn: Turn) -> PayloadRef:
 
 
 def nothing_to_ask() -> list[PayloadRef]:
-    """What is asked only where something is old."""
+    """Fails the test: this is called only if there are old files."""
     return pytest.fail("nothing is old enough to ask")
 
 
@@ -117,7 +117,7 @@ def test_a_missing_or_damaged_file_is_named(tmp_path: Path, damage: str) -> None
 
 
 def continuing(ids: list[int], completion: list[int]) -> Turn:
-    """A turn whose every row of routes says what was read up to there, as an engine's would."""
+    """A turn whose every row of routes depends on all tokens read so far, as an engine's does."""
     read = [*ids, *completion][:-1]
     rows = [zlib.crc32(repr(read[: at + 1]).encode()) % 384 for at in range(len(read))]
     sampled = np.array(completion, np.int32)
@@ -139,7 +139,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)
 def test_what_turns_go_on_from_is_written_once_and_comes_back(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[int, bool, bool, list[int], list[int]]]
 ) -> None:
-    """Turns that go on from any earlier one or start afresh, with what is known left out or not."""
+    """Turns that continue an earlier one or start anew, with or without the known part."""
     payloads, sent, stowed = in_folder(tmp_path_factory.mktemp("payloads")), list[Turn](), list[Turn]()
     for pick, goes_on, leaves_out, fresh, completion in moves:
         earlier = sent[pick % len(sent)] if sent and goes_on else None

@@ -1,4 +1,4 @@
-"""Turns as one blob: exact both ways, each branch once, and nothing else is taken for it."""
+"""Turns as one blob: exact in both directions, each branch once, and other data is rejected."""
 
 import tracemalloc
 import zlib

@@ -1,4 +1,4 @@
-"""The decoder: who sees whom, who gets a gradient, what it computes with."""
+"""The decoder: attention masks, gradients, and the precision of its arithmetic."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""config.json: what is not supported is refused by name, what is damaged too."""
+"""``config.json``: unsupported options and damage are refused by name."""
 
 import re
 from dataclasses import replace
@@ -242,7 +242,7 @@ SMALL: dict[str, dict[str, Json]] = {
 
 
 def small_config(family: str) -> tuple[dict[str, Json], type]:
-    """Every key that transformers has for a family, few with its default; and the class that knows the defaults."""
+    """A config with all of transformers' keys for a family, few with their default; and the config class."""
     config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[
         "deepseek_v3" if family == "kimi_k2" else family
     ]

@@ -39,7 +39,7 @@ def test_no_rounded_copy_of_a_parameter_is_kept_and_the_gradients_are_the_same_b
 
 
 class RoundedOnce(FastArithmetic):  # type: ignore[misc]  # final for the product's code
-    """torch's own derivatives, which keep what they multiplied by."""
+    """torch's own derivatives, which keep the rounded weights."""
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         bias_O = None if bias_O is None else bias_O.to(x_NI.dtype)

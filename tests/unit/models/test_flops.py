@@ -1,4 +1,4 @@
-"""Costs by shape, against the matrices of real models and against what torch counts while it computes."""
+"""Costs by shape, compared with the matrices of real models and with torch's own counts."""
 
 import pytest
 import torch

@@ -94,7 +94,7 @@ E2M1_POSITIVE = np.array(formats.E2M1_VALUES, np.float32)
 
 
 def cut(scale: np.float32, bits: int) -> np.float32:
-    """So many significant bits of a scale that is not too small."""
+    """Truncate a scale that is not too small to ``bits`` significant bits."""
     pattern = int(max(scale, LEAST).view(np.uint32)) & -(2 ** (24 - bits))
     return np.float32(np.uint32(pattern).view(np.float32))
 
@@ -144,13 +144,13 @@ def random_bits(seed: int, shape: tuple[int, ...]) -> Floats:
 
 
 def by_torch(form: ExpertFormat, x_MOI: Floats) -> Floats:
-    """What is computed on a device that is not a CPU."""
+    """The computation for devices other than a CPU."""
     values = formats.quantise(torch.from_numpy(x_MOI), form.blocks)
     return formats.dequantise(values, form.blocks).numpy()
 
 
 def by_loop(form: ExpertFormat, x_MOI: Floats) -> Floats:
-    """What is computed on a CPU."""
+    """The computation for a CPU."""
     out = np.full_like(x_MOI, np.nan)
     form.loop(np.ascontiguousarray(x_MOI), out)
     return out
@@ -199,7 +199,7 @@ HALFWAY = [
 
 @pytest.mark.parametrize(("form", "element", "positive"), HALFWAY, ids=lambda value: getattr(value, "name", ""))
 def test_ties_go_to_the_even_code(form: ExpertFormat, element: formats.ElementFormat, positive: Floats) -> None:
-    """Middles between neighbours and what is a hair beside them; the largest numbers make every scale 2⁻²⁰."""
+    """Middles between neighbours, and numbers next to them; the largest numbers make every scale 2⁻²⁰."""
     middles = (positive[:-1] + positive[1:]) / np.float32(2)
     beside = [np.nextafter(middles, np.float32(end)) for end in (0, 1000)]
     y = np.concatenate([middles, *beside, -middles]).astype(np.float32)

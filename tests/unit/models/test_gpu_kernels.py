@@ -1,4 +1,4 @@
-"""The Triton kernels compute what torch's operations do: on a CUDA device, or else in Triton's interpreter.
+"""The Triton kernels equal torch's operations, on a CUDA device or else in Triton's interpreter.
 
 Types other than float32 are compared in ``tests/gpu``.
 """
@@ -121,7 +121,7 @@ def tiles_of(counts: list[int], size: int) -> Tensor:
 
 
 def test_what_lies_beyond_a_sequence_is_never_seen() -> None:
-    """Pages are used again: what they held before, and what others hold, may be anything."""
+    """Contents of reused pages, and pages of other sequences, have no effect on attention."""
     ends, counts = [5, 21], [1, 3]
     rows = rows_of(ends, counts)
     keys, values = random(2 * PAGES, 1, 32, 16), random(2 * PAGES, 1, 16, 32, seed=1)

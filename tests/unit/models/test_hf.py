@@ -1,4 +1,4 @@
-"""Models of transformers as the trainer's: packed, in chunks and rounded they compute what transformers does."""
+"""transformers' models in the trainer: packed, in chunks and rounded, they compute the same as in transformers."""
 
 import json
 from collections.abc import Callable

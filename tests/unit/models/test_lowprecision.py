@@ -1,4 +1,4 @@
-"""Experts in eight or four bits: what products see, and what is published, loaded and carried by the weight store."""
+"""Experts in eight or four bits: inputs of products, and what is published, loaded and stored."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +92,7 @@ def expert_name(expert: int, projection: str) -> str:
 
 
 def make_state(seed: int = 0) -> dict[str, Tensor]:
-    """One sparse layer, whose experts are larger than a square of 128 and no multiple of it."""
+    """The state of one sparse layer, whose experts are larger than a 128 × 128 block and no multiple of it."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
         "model.embed_tokens.weight": (20, HIDDEN),

@@ -1,4 +1,4 @@
-"""Rotation tables: exact where they can be checked, equal to transformers' formulas elsewhere (tests/numerics)."""
+"""Rotation tables: exact where they can be checked, elsewhere equal to transformers' formulas (tests/numerics)."""
 
 from dataclasses import replace
 

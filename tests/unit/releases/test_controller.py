@@ -1,4 +1,4 @@
-"""The way of a version to users and back, as decided from facts alone."""
+"""Decisions about a version's way to users and back, from facts alone."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""One table decides a reward: the sum of its parts, cheating, what is missing; and what is trained on instead of it."""
+"""The score of a rollout: the sum of its parts, cheating, missing values; and its replacement in training."""
 
 import math
 from collections.abc import Mapping

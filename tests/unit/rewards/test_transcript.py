@@ -59,7 +59,7 @@ def test_a_turn_that_said_nothing_is_gone_on_from_by_none() -> None:
 
 
 def plainly(turns: list[Turn]) -> list[int | None]:
-    """By comparing everything with everything."""
+    """The expected result, by comparing every turn with every earlier one."""
     results: list[int | None] = []
     for index, turn in enumerate(turns):
         text = decode(turn.prompt_ids)

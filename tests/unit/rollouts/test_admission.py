@@ -1,4 +1,4 @@
-"""How many groups may start: the tightest of three limits. That it bounds staleness: ``test_staleness_machine.py``."""
+"""The number of groups that may start: the least of three limits (see also ``test_staleness_machine.py``)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A hung machine is given up and tried again; a model that takes too long is graded as it stands. Never the reverse."""
+"""A hung machine's rollout is retried; a rollout whose model takes too long is graded as it is, never the reverse."""
 
 import asyncio
 from collections import Counter
@@ -27,7 +27,7 @@ NEVER_S = 1e7
 
 
 class SlowSandbox(FakeSandbox):
-    """Commands run as long as ``takes_s`` says, or are stopped by their limit; ``hangs`` answers nothing ever."""
+    """Commands run for ``takes_s`` or until their limit; with ``hangs``, commands never answer."""
 
     def __init__(self) -> None:
         super().__init__({}, lambda _: None)

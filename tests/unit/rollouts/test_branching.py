@@ -1,4 +1,4 @@
-"""Which slots wait for which, and where parents fork."""
+"""Dependencies between slots, and the turns at which parents fork."""
 
 from collections import Counter
 

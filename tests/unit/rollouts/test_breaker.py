@@ -1,4 +1,4 @@
-"""While machines are down little is tried, what is tried tells, and in the end somebody is told."""
+"""The circuit breaker: few probes during an outage, probes decide its end, and the user is told in the end."""
 
 from itertools import count
 
@@ -30,7 +30,7 @@ def tripped(outage_s: float = 300.0, *, now: float = 0.0, worked: bool = True) -
 
 
 def give_up_time(breaker: Breaker) -> tuple[float, int]:
-    """When a breaker gives up if every probe fails at once, and after how many."""
+    """The time at which a breaker gives up if every probe fails at once, and the number of probes."""
     for probes in count():
         if breaker.gave_up:
             return breaker.until_s, probes
@@ -142,7 +142,7 @@ def test_it_only_moves_as_its_table_says_and_always_comes_back(moves: list[tuple
 
 
 def test_an_outage_without_a_bound_is_waited_out_with_few_probes() -> None:
-    """Regression: after ``outage_s`` a run ended, though machines that are away come back."""
+    """Regression: a run ended after ``outage_s``, although its machines would have come back."""
     breaker, now, probes = tripped(0.0), 0.0, 0
     while now < 86_400.0:
         now = max(now, breaker.until_s)

@@ -1,4 +1,4 @@
-"""Bundles of rollouts from launch to ledger: what they share, and what becomes of them when machines fail."""
+"""Bundles of rollouts from launch to ledger: their shared turns, and their fate when machines fail."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ CONFIG = RolloutConfig(group_size=SIZE, concurrency=SIZE, max_attempts=3)
 
 
 def text_of(word: int, rollout: int) -> Turn:
-    """A turn that says one word; its log probability tells the rollouts apart that said it."""
+    """A turn with one token, whose log probability identifies its rollout."""
     ids = np.array([word], np.int32)
     logprobs = np.array([-1 - rollout / 1000], np.float32)
     return Turn(
@@ -41,7 +41,7 @@ class Walkers:
     """Agents that write down a word a turn until they submit, and a world in which they do."""
 
     def __init__(self, lengths: Sequence[int], trouble: Callable[[int, int], None] = lambda run, turn: None) -> None:
-        """Run number n, in order of their beginnings, submits in its turn ``lengths[n]``, the last one for all others.
+        """Run number n, in order of start, submits in its turn ``lengths[n]``; later runs use the last entry.
 
         ``trouble`` is called with the run and the turn behind each that is the run's own, and may raise.
         """
@@ -131,7 +131,7 @@ def test_branches_share_their_parents_turns_and_its_sandbox(tmp_path: Path) -> N
 
 
 def test_a_parent_that_ends_before_it_forks_fills_its_bundle(tmp_path: Path) -> None:
-    """Nothing is played for the others, and its turns are trained on once."""
+    """No further rollouts are run, and the parent's turns are trained once."""
     walkers = Walkers([1])
     group = played(tmp_path, walkers)
     one, two, *_ = group.rollouts

@@ -1,4 +1,4 @@
-"""Rollouts, ledger and a pretended trainer together: what is trained, what is retried, what a restart finds."""
+"""Rollouts, ledger and a fake trainer: which groups are trained, what is retried, and the state after a restart."""
 
 import asyncio
 from collections import Counter
@@ -36,7 +36,7 @@ Play: TypeAlias = Callable[[Task], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Numbers:
-    """A family whose tasks are numbers; every third one repeats the one before, up to a last one."""
+    """A family whose tasks are numbers; every third task repeats the one before, up to a last one."""
 
     different: int = 10**9
     tasks: int | None = None
@@ -347,7 +347,7 @@ def test_an_outage_costs_no_slot_its_attempts(bench: MakeBench) -> None:
 
 
 def test_machines_that_stay_away_are_waited_for_and_told_of(bench: MakeBench) -> None:
-    """Regression: nothing was said while a region was away, until that ended the whole run."""
+    """Regression: nothing was reported while a region was away, until the whole run ended."""
     plays = count()
 
     async def away_for_long(task: Task) -> None:
@@ -481,7 +481,7 @@ def test_epochs_go_on_over_a_restart_and_each_task_is_trained_on_once_in_each(be
 
 
 def test_tasks_that_are_chosen_and_groups_that_are_sampled_again_fill_every_step(tmp_path: Path) -> None:
-    """Task 0 is solved and task 1 hopeless, the others are tossed for; what is left out is counted, and bounded."""
+    """Task 0 is solved, task 1 is hopeless, the others are random; groups left out are counted and bounded."""
     steps, most = 12, 2
     here = Bench(tmp_path, config().model_copy(update={"max_resamples": most}), Numbers(tasks=7), None)
     here.fakes = RolloutFakes(

@@ -1,5 +1,7 @@
-"""The table of gateways: whatever is heard and opened, sessions go where they can be answered, evenly, and the version
-that admission counts is one that every gateway which may get a session serves.
+"""The table of gateways, after any reports and any opened sessions.
+
+Sessions go, evenly, to gateways that can answer. The version that admission counts is one that every gateway which may
+get a session serves.
 """
 
 import pytest
@@ -15,7 +17,7 @@ GATEWAYS = st.sampled_from(URLS)
 
 
 class Table(RuleBasedStateMachine):
-    """The table beside plain sets of what was said to it."""
+    """Compares the table with plain sets of the reports that it got."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Grading what an agent left behind: nothing of it runs meanwhile, and what it broke is no failure of ours."""
+"""Grading an agent's files: no process of the agent runs meanwhile, and damage by the agent is not our failure."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="",
 
 
 class Bar:
-    """A sandbox, a look and a grader that write down what they are asked for."""
+    """A sandbox, a monitor and a grader that record the order of their calls."""
 
     def __init__(self, verdict: Callable[[], Grade]) -> None:
         self.calls: list[str] = []

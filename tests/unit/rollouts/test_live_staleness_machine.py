@@ -1,9 +1,9 @@
-"""The proof of docs/control.md for two classes: simulated groups, users' sessions, loads of the trainer, a real ledger.
+"""The proof in docs/control.md for two classes: simulated groups, users' sessions, loads of the trainer, a real ledger.
 
-Whatever can happen next happens in any order: admitting, sampling, grading, sessions that begin, go on under new
-weights and are offered late, twice or by a process whose counts are old; training, loading weights in place of a batch,
+The possible events happen in random order: admitting, sampling, grading; sessions that begin, continue under new
+weights and are offered late, twice, or by a process with old counts; training, loading weights instead of a batch,
 publishing, releasing. No trained token may be more than O updates old, every step must be reached, and each way in
-which the rule could be slightly wrong must be noticed.
+which the rule could be slightly wrong must be detected.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ Move = Callable[[], None]
 
 @dataclass(frozen=True)
 class Rules:
-    """How windows are kept; each field has a way to be wrong."""
+    """The window's rules; each field can be set to a wrong rule."""
 
     oldest: bool = True
     """A session's version is its oldest token's, not its newest."""
@@ -56,7 +56,7 @@ RIGHT = Rules()
 
 @dataclass
 class Product:
-    """Trainer, users and simulated rollouts of one run, and what may happen to them."""
+    """Trainer, users and simulated rollouts of one run, and the events that may happen to them."""
 
     config: RolloutConfig
     live: LiveConfig
@@ -102,7 +102,7 @@ class Product:
         return moves
 
     def run(self, random: Random) -> None:
-        """Let anything happen until the last step is done."""
+        """Let random events happen until the last step is done."""
         for _ in range(MOST_MOVES):
             if self.is_done:
                 return
@@ -126,7 +126,7 @@ class Product:
             self.ages[LIVE if group.is_live else TRAIN] += [batch - self.updates(version) for version in versions]
 
     def load(self) -> None:
-        """A step that goes on with released weights and trains on nothing."""
+        """A step that continues with released weights and trains on nothing."""
         step = self.claimed + 1
         self.ledger._db.write(lambda db: rows.insert_step(db, step))
         self.loads.append(step)
@@ -140,7 +140,7 @@ class Product:
         self.ledger.commit_step(self.committed)
 
     def release(self) -> None:
-        """Some version between what users have and the newest, as where not every one is a candidate."""
+        """Release a version between the current one and the newest, since not every version is a candidate."""
         self.released = min(self.published, self.released + 1 + self.number % 2)
 
     def window(self, version: int, purpose: str) -> int:

@@ -1,4 +1,4 @@
-"""Whatever fails, in whatever way, as long as it stops failing: every step gets its batch, nothing is left behind."""
+"""After any failures, as long as they stop, every step gets its batch, and nothing is left over."""
 
 import asyncio
 from collections.abc import Iterator
@@ -160,7 +160,7 @@ async def _train(ledger: Ledger, events: EventLog, troubles: Iterator[Trouble]) 
 
 
 async def _is_killed(process: asyncio.Task[None], killed: asyncio.Event) -> bool:
-    """Let a process run until it has done its work, or is killed, or gives up and is resumed by its user."""
+    """Wait until a process has done its work, is killed, or gives up and is to be resumed; true unless it is done."""
     death = asyncio.create_task(killed.wait())
     await asyncio.wait([process, death], return_when=asyncio.FIRST_COMPLETED)
     death.cancel()

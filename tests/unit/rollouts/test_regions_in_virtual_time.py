@@ -70,7 +70,7 @@ MEMORY = Path("/dev/shm")
 
 @dataclass
 class Engine:
-    """Continuous batching: every sequence has its share of what the engine can do."""
+    """An engine with continuous batching: running sequences share its capacity equally."""
 
     version: int = 0
     tokens: int = 0
@@ -152,7 +152,7 @@ class Region:
             engine.version = max(version, engine.version)
 
     async def _way(self) -> None:
-        """Half a round trip; while there is none, packets are sent again and again."""
+        """Wait for half a round trip, and while the link is cut, until it is back."""
         await self.clock.sleep(DISTANCES[self.name] / 2)
         while self.is_cut:
             await self.clock.sleep(REPORT_S)
@@ -186,7 +186,7 @@ class Agents:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """Result of a run."""
 
     busy: dict[str, float]
     """Region → share of the time and of what its engines can do that they sampled."""
@@ -231,7 +231,7 @@ class Fleet:
             return await self._run(ledger, [dispatcher])
 
     async def without(self) -> Outcome:
-        """A dispatcher for each region: who hears of a version first has the window that it opens."""
+        """Run a dispatcher for each region, where the first to hear of a version takes the admission window."""
         config = CONFIG.model_copy(update={"concurrency": PLACES})
         with ExitStack() as stack:
             dispatchers = []
@@ -295,7 +295,7 @@ class Fleet:
         return Outcome(busy=busy, staleness=staleness, given=tuple(self._given), failed=failed, seconds=seconds)
 
     async def _cut(self, table: Regions) -> None:
-        """Nothing gets to a region or back for a while: calls take so much longer."""
+        """Cut a region's link for a while; calls take longer by that time."""
         for is_cut, pause_s in ((False, CUT_AT_S), (True, NOTICED_S), (True, CUT_S), (False, BACK_S)):
             self.regions[CUT].is_cut = is_cut
             await asyncio.sleep(pause_s)

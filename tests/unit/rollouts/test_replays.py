@@ -1,4 +1,4 @@
-"""A fork is told what its parent was told, spends what that one spent, and then goes its own way."""
+"""A fork gets the same results as its parent, uses the same budget, and then continues on its own."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
@@ -15,7 +15,7 @@ FILES = {"a.py": "1"}
 
 
 class CountedSandbox(FakeSandbox):
-    """Commands take 40 s and fail if they say so; each says how many there were."""
+    """Counts its commands, which take 40 s, and fail on request."""
 
     def __init__(self, files: Mapping[str, str] = FILES) -> None:
         super().__init__(files, lambda _: None)
@@ -47,7 +47,7 @@ Script: TypeAlias = Callable[[BoundedSandbox], Awaitable[T]]
 
 
 async def play(script: Script[T], real: FakeSandbox, seen: Sequence[SandboxCall] = ()) -> tuple[T, list[SandboxCall]]:
-    """What an agent with 100 s of commands heard, and what was noted."""
+    """Run an agent with 100 s of command time; returns its result and the recorded calls."""
     agent, calls = AgentTime(RolloutLimits(commands_s=100)), list[SandboxCall]()
 
     async def keep(call: SandboxCall) -> None:

@@ -1,4 +1,4 @@
-"""The gateway as rollouts reach it over HTTP: a real server that speaks the contract, and one that is not there."""
+"""The gateway as rollouts reach it over HTTP: a real server with the same API, and an unavailable one."""
 
 import asyncio
 import socket
@@ -60,7 +60,7 @@ def with_gateway(
     troubles: Sequence[int] = (),
     timeout_s: float = 60.0,
 ) -> Answer:
-    """Talk to a gateway whose first answers are ``troubles``: HTTP statuses, or 0 for a broken connection."""
+    """Use a gateway whose first answers are ``troubles``: HTTP statuses, or 0 for a broken connection."""
     ahead = list(troubles)
 
     @web.middleware
@@ -192,7 +192,7 @@ def test_waiting_ends_when_the_rollout_is_out_of_time() -> None:
 
 
 class SeveralGateways:
-    """Gateways that name their sessions by their own number, and die and come back."""
+    """Gateways that number their own sessions, and can be stopped and started again."""
 
     def __init__(self, count: int) -> None:
         self.opened = [0] * count

@@ -1,4 +1,4 @@
-"""Whatever ends when and how: the oldest runs first, attempts are bounded, and every slot comes to an end."""
+"""The schedule, for slots that end at any time and in any way: oldest first, bounded attempts, and every slot ends."""
 
 from collections import Counter
 
@@ -71,7 +71,7 @@ def test_a_dropped_group_is_abandoned_wherever_its_slots_are() -> None:
 
 
 def outage(here: Schedule, now: float) -> float:
-    """Let running slots fail until the circuit is open; returns when it probes."""
+    """Let running slots fail until the circuit is open; returns the time of the next probe."""
     while here.breaker.circuit is Circuit.CLOSED:
         for one in here.due(now):
             here.failed(one, due=one.attempt + 1, now=now)
@@ -152,8 +152,10 @@ def test_pauses_grow_up_to_a_limit() -> None:
 
 
 class ScheduleMachine(RuleBasedStateMachine):
-    """Adds slots and ends them at random; the plain rule, which walks all of them, chooses alike, and what is left must
-    always be able to end.
+    """Adds slots and ends them at random.
+
+    A plain rule that walks over all slots must choose the same ones, and the remaining slots must always be able to
+    end.
     """
 
     def __init__(self) -> None:
@@ -168,7 +170,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.probe: Place | None = None
 
     def plain_rule(self) -> list[Place]:
-        """What is to start now, out of all that waits."""
+        """The slots to start now, by looking at all waiting ones."""
         waiting = sorted(
             place for place in self.open - self.running.keys() if self.due_s.get(place, self.now) <= self.now
         )
@@ -245,7 +247,7 @@ class ScheduleMachine(RuleBasedStateMachine):
                 self.start(1.0)
 
     def teardown(self) -> None:
-        """When nothing fails any more, everything ends, the oldest group's slots never after younger ones."""
+        """Without further failures every slot ends, and the oldest group's slots never after younger ones."""
         while self.open:
             self.something_can_always_happen()
             for place in list(self.running):

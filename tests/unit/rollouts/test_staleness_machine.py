@@ -49,7 +49,7 @@ Move: TypeAlias = Callable[[], None]
 
 @dataclass(frozen=True)
 class Rules:
-    """How the window is kept; each field has a way to be wrong."""
+    """The window's rules; each field can be set to a wrong rule."""
 
     extra: int = 0
     """Groups by which the window is too wide."""
@@ -68,7 +68,7 @@ RIGHT = Rules()
 
 @dataclass
 class Dispatcher:
-    """What one rollouts process has in its memory."""
+    """The memory of one rollouts process."""
 
     table: Regions
     heard: int = 0
@@ -82,7 +82,7 @@ class Dispatcher:
 
 @dataclass
 class Region:
-    """Engines that pull what is published, as long as there is a way there."""
+    """Engines that pull published versions while there is a link."""
 
     engines: list[int] = field(default_factory=lambda: [0, 0])
     missing: int | None = None
@@ -97,7 +97,7 @@ class Region:
 
 @dataclass
 class Trainer:
-    """The trainer, and the regions that pull what it publishes; each numbers what is behind it."""
+    """The trainer, and the regions that pull its versions."""
 
     config: RolloutConfig
     steps: int
@@ -123,7 +123,7 @@ class Trainer:
         ]
 
     def lose_sight(self, region: Region, engine: int | None) -> None:
-        """Of an engine; ``None``: it is seen again, and pulls."""
+        """Make an engine of the region unreachable; with ``None`` it is reachable again, and pulls."""
         if region.missing is not None and not region.is_cut:
             self.pull(region, region.missing)
         region.missing = engine
@@ -150,7 +150,7 @@ class Trainer:
 
 @dataclass
 class Factory:
-    """Everything that a run consists of, and what may happen to it."""
+    """All parts of a run, and the events that may happen to them."""
 
     config: RolloutConfig
     trainer: Trainer
@@ -169,7 +169,7 @@ class Factory:
         self.dispatchers += [Dispatcher(self.new_table()) for _ in range(2)]
 
     def new_table(self) -> Regions:
-        """A table that has heard of every region at version 0. No time passes: who is away is said."""
+        """A table with a report of version 0 from every region. No time passes: absence is set explicitly."""
         table = Regions(self.trainer.regions, RegionLimits(lead=1.0))
         for name in self.trainer.regions:
             table.report(name, RegionReport(version=0, places=PLACES), 0.0)
@@ -180,7 +180,7 @@ class Factory:
         return self.trainer.committed == self.trainer.steps
 
     def moves(self, *, failing: bool = True) -> list[Move]:
-        """All that can happen next; without ``failing`` everything that does leads on."""
+        """All possible next events; without ``failing`` only those that make progress."""
         may_cut, may_lose = failing and self.cuts < MAX_CUTS, failing and self.lost < MAX_LOST
         failing = failing and self.failures < MAX_FAILURES
         moves = self.trainer.moves()
@@ -204,7 +204,7 @@ class Factory:
         return moves
 
     def run(self, random: Random, *, failing: bool = True) -> None:
-        """Let anything happen until the last step is done."""
+        """Let random events happen until the last step is done."""
         for _ in range(MOST_MOVES):
             if self.is_done:
                 return
@@ -212,7 +212,7 @@ class Factory:
         raise AssertionError("things happen, and lead nowhere")
 
     def has_news(self, one: Dispatcher, name: str) -> bool:
-        """True if a dispatcher knows something else of a region than there is to hear, or may hear of more."""
+        """True if a region's state differs from what a dispatcher knows of it."""
         region = self.trainer.regions[name]
         (view,) = [view for view in one.table.views(0.0) if view.name == name]
         unheard = self.rules.hears_published and one.heard < self.trainer.published
@@ -236,7 +236,7 @@ class Factory:
         region.is_cut = True
 
     def heal(self, region: Region) -> None:
-        """It is back with the weights that it had."""
+        """Reconnect a region, with the weights that it had."""
         region.is_cut = False
 
     def count(self, one: Dispatcher) -> None:
@@ -266,15 +266,16 @@ class Factory:
             one.regions[place_of(slot)] = name
 
     def sample(self, one: Dispatcher, slot: OpenSlot) -> None:
-        """Each engine of the session's region samples a token: turns move between engines as they like. A gateway
-        believes of an engine that came back what it last knew.
+        """Sample a token on each engine of the session's region, since turns may move between engines.
+
+        A gateway assumes that an engine which comes back has the version that it had last.
         """
         region = self.trainer.regions[one.regions[place_of(slot)]]
         if not region.is_cut and not (self.rules.asks_version and region.counted() < slot.admitted_version):
             one.tokens[place_of(slot)] += region.engines
 
     def let_go(self, one: Dispatcher, place: Place) -> None:
-        """Of a slot, and of its session."""
+        """Remove a slot and its session."""
         del one.slots[place]
         name = one.regions.pop(place, None)
         if name is not None:
@@ -304,7 +305,7 @@ class Factory:
                 self.let_go(one, place)
 
     def kill(self, one: Dispatcher) -> None:
-        """Everything in memory is gone; the next process hears and counts anew."""
+        """Lose the memory of a process; its successor learns and counts anew."""
         self.failures += 1
         self.orphaned = True
         one.table, one.heard, one.may_admit = self.new_table(), 0, 0
@@ -338,7 +339,7 @@ class Factory:
 
 
 def draw(position: int) -> TaskDraw:
-    """Every fourth task repeats the one before; after six of them they come again, in the next epoch."""
+    """Every fourth task repeats the one before; after six tasks they repeat, in the next epoch."""
     epoch, place = divmod(position, 8)
     return TaskDraw(task=task(f"task-{place - place // 4}"), epoch=epoch + 1)
 

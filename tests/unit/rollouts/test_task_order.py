@@ -14,7 +14,7 @@ from ledgers import task
 
 @dataclass(frozen=True)
 class Numbers:
-    """So many tasks, or any number of them."""
+    """A family of ``tasks`` tasks, or of unlimited tasks."""
 
     tasks: int | None
 
@@ -56,7 +56,7 @@ def test_an_endless_family_is_one_epoch_in_its_own_order() -> None:
 
 
 def test_a_folder_may_grow_in_the_middle_of_a_run(tmp_path: Path) -> None:
-    """The epoch that is on goes on with what is new; nothing is admitted twice in it."""
+    """The current epoch continues with the new tasks, and no task is admitted twice in it."""
     with Ledger.open(tmp_path / "ledger.db") as ledger:
 
         def admit(tasks: int, count: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Which tasks are drawn, that the mean stays that of all tasks, and that the ledger alone decides it."""
+"""Selection of tasks: which are drawn, that the mean stays that of all tasks, and that only the ledger decides."""
 
 from collections import Counter
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_what_is_known_of_a_task_does_not_depend_on_the_order_in_which_groups_en
 
 @given(rates=st.lists(st.sampled_from([0.0, 0.05, 0.3, 0.5, 0.9, 1.0]), min_size=2, max_size=8), seed=st.integers(0, 5))
 def test_weights_are_bounded_and_give_back_the_mean_over_all_tasks(rates: list[float], seed: int) -> None:
-    """E[w] = 1 and E[w g] = mean of g, but for 5 standard errors."""
+    """E[w] = 1 and E[w g] = mean of g, within 5 standard errors."""
     selection, size, count = TaskSelection(THOMPSON, size=len(rates), seed=seed), len(rates), 1_500
     facts = facts_of(selection, rates, graded=8)
     choices = [TaskSelection(THOMPSON, size=size, seed=draw).choose(facts, seed) for draw in range(count)]

@@ -1,5 +1,4 @@
-"""Late and lost rollouts do not bias learning: the real scheduler in virtual time, and a policy whose long rollouts are
-its good ones.
+"""Late and lost rollouts do not bias learning: the real scheduler, and a policy whose good rollouts are long.
 
 The policy is one coin: with probability P_LONG a rollout is long, and long ones succeed more often. The gradient of the
 expected reward by the coin's logit θ, p = σ(θ), is known, g = p(1 − p)(r_long − r_short), and so is each rollout's
@@ -77,7 +76,7 @@ class Coin:
 
 @dataclass(frozen=True)
 class History:
-    """What a run trained on, and every attempt that it made."""
+    """The batches that a run trained on, and every attempt that it made."""
 
     batches: list[list[Group]]
     attempts: list[RolloutClosed]
@@ -149,12 +148,12 @@ def _estimate(rollouts: Sequence[Rollout]) -> float:
 
 
 def first_finished(batches: Sequence[Sequence[Group]]) -> list[Group]:
-    """What is trained on where more is started than needed, and the half of the groups that ends first is taken."""
+    """The groups of a biased rule: start more groups than needed, and train on the half that ends first."""
     return [group for batch in batches for group in sorted(batch, key=_seconds)[: len(batch) // 2]]
 
 
 def in_time(groups: Sequence[Group], deadline_s: float) -> list[Group]:
-    """What is trained on where rollouts beyond a deadline are dropped."""
+    """The groups of a biased rule: drop rollouts that exceed a deadline."""
     cut = [replace(g, rollouts=tuple(r for r in g.rollouts if r.seconds <= deadline_s)) for g in groups]
     return [group for group in cut if len(group.rollouts) > 1]
 
@@ -164,13 +163,13 @@ def _seconds(group: Group) -> float:
 
 
 def off(values: Sequence[float], truth: float) -> float:
-    """How many standard errors the mean of ``values`` is away from the truth."""
+    """Distance between the mean of ``values`` and the truth, in standard errors."""
     return abs(fmean(values) - truth) / (stdev(values) / math.sqrt(len(values)))
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def lossy(request: pytest.FixtureRequest) -> Iterator[History]:
-    """A run that loses one slot in ten for good, whatever is played in it."""
+    """A run that loses one slot in ten for good, independent of its content."""
     yield history(request.param, refused=0.1, max_attempts=1)
 
 
@@ -194,7 +193,7 @@ def test_naive_rules_are_biased_on_the_same_rollouts(lossy: History, naive: Call
 
 
 def test_deaths_that_hit_long_rollouts_bias_who_survives_and_known_weights_undo_it() -> None:
-    """What docs/control.md says of rule 3, at a rate of deaths far beyond any that its assumption allows."""
+    """Rule 3 of docs/control.md, at a rate of deaths far beyond its assumption."""
     run = history(4, steps=4, deaths_per_s=1.0)
     long = np.array([float(rollout.counts["long"]) for rollout in run.rollouts])
     assert off(long.tolist(), P_LONG) > SIGMAS
@@ -208,8 +207,9 @@ def test_deaths_that_hit_long_rollouts_bias_who_survives_and_known_weights_undo_
 
 
 def test_what_is_tried_again_at_a_deadline_is_out_by_no_more_than_its_share_allows() -> None:
-    """Attempts of which some ends, for what they did, are repeated: the law of what is graded, and docs/control.md's
-    bound √(ē/(1 − ē)), which the worst case attains.
+    """Attempts that end because of their content are repeated; this biases what is graded.
+
+    The bias is at most docs/control.md's bound √(ē/(1 − ē)), which the worst case reaches.
     """
     random = np.random.default_rng(0)
     for _ in range(200):

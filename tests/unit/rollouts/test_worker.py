@@ -1,4 +1,4 @@
-"""How a rollout ends, and that it always cleans up."""
+"""Ends of a rollout, and that it always cleans up."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,7 +26,7 @@ LIMITS = RolloutLimits()
 
 
 class Fakes(RolloutFakes):
-    """A world in which a session has one turn and then goes as the test says."""
+    """Fakes with a session of one turn, after which the test decides."""
 
     def __init__(
         self, after: Callable[["Fakes"], Awaitable[str]], judge: Callable[[Task], float] = lambda task: 1.0
@@ -138,7 +138,7 @@ def test_work_whose_grading_failed_once_is_graded_again_not_done_again() -> None
 
 
 class SlowGrader:
-    """A grader whose runs take all the time that the task's checks give them."""
+    """A grader whose runs take all the time that the task's checks allow."""
 
     def __init__(self, runs: int) -> None:
         self._runs = runs
@@ -229,7 +229,7 @@ def test_a_cancelled_rollout_cleans_up() -> None:
 
 
 class Lookout:
-    """Monitors a rollout and records what it is asked for; finds nothing."""
+    """A monitor that records its calls and finds nothing."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -250,7 +250,7 @@ class Lookout:
 
 
 class FixedScorer:
-    """Scores every rollout as it was told, after ``seconds``."""
+    """Gives every rollout the same score, after ``seconds``."""
 
     def __init__(self, score: Score | Exception, seconds: float = 0.0) -> None:
         self._score = score
@@ -269,7 +269,7 @@ VERDICT = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy"
 
 
 def scored(scorer: FixedScorer, lookout: Lookout | None = None) -> Rollout:
-    """A rollout whose grade is 1."""
+    """A rollout with a grade of 1."""
     context = replace(Fakes(submit).context, scorer=scorer, monitor=lookout)
     return run_virtually(run_rollout(SLOT, context, rollout_id="r", temperature=1.0))
 
@@ -297,7 +297,7 @@ def test_where_nothing_is_trained_a_masked_rollout_has_failed() -> None:
 
 
 def test_a_scoring_may_take_longer_than_a_grading() -> None:
-    """Its judge has deadlines of its own, one for each aspect."""
+    """The judge has its own deadlines, one for each aspect."""
     assert scored(FixedScorer(Score(value=0.5, parts={}), 1.5 * LIMITS.grading_s)).reward == 0.5
 
 

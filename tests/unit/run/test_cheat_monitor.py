@@ -1,4 +1,4 @@
-"""What a run makes of rollouts that look like cheating."""
+"""Handling of rollouts that look like cheating."""
 
 import asyncio
 from collections.abc import Sequence

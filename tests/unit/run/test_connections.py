@@ -1,4 +1,4 @@
-"""Who has no key holds no connection for long, takes nobody's place, and writes nothing of his into a log."""
+"""A client without a key holds no connection for long, takes no other client's place, and cannot write to a log."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def of_engine() -> web.Application:
 
 @asynccontextmanager
 async def serving(server: Server, connections: Connections) -> AsyncIterator[Callable[[], Awaitable[Stream]]]:
-    """A server, as what connects to it."""
+    """A server; yields a function that connects to it."""
     opened = list[Stream]()
     async with listening(server, 0, connections=connections) as port, asyncio.timeout(WAIT_S):
 
@@ -186,7 +186,7 @@ def test_who_reads_nothing_of_its_answers_is_given_up() -> None:
 
 @contextmanager
 def limited(room: int) -> Iterator[Connections]:
-    """``Connections`` with room for so many more files; numbers free between those of open files are taken first."""
+    """``Connections`` with room for ``room`` more files; free numbers between those of open files are used up first."""
     highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
     taken = [os.dup(0)]
     while taken[-1] < highest:

@@ -1,4 +1,4 @@
-"""Data that a recipe names: copied once to the URL of a run, and in the working folder of whoever reads them."""
+"""Data named by a recipe: copied once to the run's URL, and to the working folder of each process that reads it."""
 
 import json
 import os

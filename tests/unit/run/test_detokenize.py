@@ -22,7 +22,7 @@ def formats() -> dict[str, ChatFormat]:
 
 
 def session(chat: ChatFormat) -> Iterator[Turn]:
-    """A conversation that grows by what was sampled and what came back."""
+    """A conversation that grows by the sampled replies and the answers to them."""
     context = chat.open([ChatMessage(role="user", content="fix f in f.py")])
     for text, answered in zip(TEXT, (*ANSWERED, ""), strict=True):
         sampled = [*chat.encode(text), chat.stop_ids[0]]

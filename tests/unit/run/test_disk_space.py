@@ -1,4 +1,4 @@
-"""What a run takes on its disk is known before it is made."""
+"""A run's need of disk space is computed before it is made."""
 
 from pathlib import Path
 

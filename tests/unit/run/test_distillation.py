@@ -38,7 +38,7 @@ SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy"
 
 
 def make_turn(*text_of: str, kind: TurnKind = TurnKind.ACT) -> Turn:
-    """The last of what was said in turns, by a user first."""
+    """The last turn of a conversation in which user and assistant alternate, the user first."""
     roles = ("user", "assistant")
     messages = [ChatMessage(role=roles[n % 2], content=text) for n, text in enumerate(text_of[:-1])]  # type: ignore[arg-type]
     completion = [*CHAT.encode(text_of[-1]), CHAT.end_id]

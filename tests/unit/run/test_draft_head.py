@@ -25,7 +25,7 @@ def write(folder: Path, spec: ModelSpec, seed: int) -> Decoder:
 
 
 def foreign(folder: Path) -> None:
-    """What DeepSeek's own checkpoints have beside: copies of the shared matrices, and no key of ours."""
+    """Add what DeepSeek's own checkpoints have: copies of the shared matrices, and none of étude's keys."""
     state = load_file(folder / WEIGHTS_FILE)
     state["model.layers.3.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
     state["model.layers.3.shared_head.head.weight"] = state["lm_head.weight"].clone()

@@ -1,4 +1,4 @@
-"""Ports are decided once and told to everybody."""
+"""Ports are chosen once, and every process gets them."""
 
 import socket
 import threading

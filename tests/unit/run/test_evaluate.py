@@ -1,4 +1,4 @@
-"""What was tried is found again, whatever was missing and however much was wanted."""
+"""Evaluation finds earlier results again, whatever is missing and however many tries are requested."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Events at a run's URL: one stream of whole lines for each process, on whichever machine it goes on."""
+"""Events at a run's URL: one stream of whole lines for each process, on any machine."""
 
 from pathlib import Path
 

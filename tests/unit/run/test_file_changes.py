@@ -1,4 +1,4 @@
-"""Changes to files are told from what a conversation shows, and from nothing else."""
+"""Changes to files are derived only from what a conversation shows."""
 
 from etude.dashboard.rollouts import ReadLine
 from etude.run.file_changes import MOST_COMPARED, MOST_LINES, FileChanges

@@ -1,4 +1,4 @@
-"""A fleet whose engines follow the trainer: what a run's events come to, and somebody else's changes between."""
+"""A fleet whose number of engines follows the trainer: decisions from events, and others' changes meanwhile."""
 
 import pytest
 

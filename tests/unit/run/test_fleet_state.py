@@ -1,4 +1,4 @@
-"""A fleet's state in stores: the newest signed generation counts, a region that is cut off goes on with its copy."""
+"""A fleet's state in stores: the newest signed generation counts, and a region without a link uses its copy."""
 
 from dataclasses import replace
 from pathlib import Path

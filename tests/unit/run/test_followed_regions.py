@@ -38,7 +38,7 @@ class FakeGateway:
         self.polls = 0
 
     def app(self) -> web.Application:
-        """Its API, as far as rollouts use it."""
+        """The part of its API that rollouts use."""
         app = web.Application()
         app.router.add_get("/healthz", self._health)
         app.router.add_post("/sessions", self._open)

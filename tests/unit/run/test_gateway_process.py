@@ -27,7 +27,7 @@ STARTS_S = 60.0
 
 
 class GatedEngine(FakeEngine):
-    """Answers when told to."""
+    """Answers when its gate is opened."""
 
     def __init__(self) -> None:
         super().__init__(SystemClock(), vocab_size=300, max_length=64)
@@ -43,7 +43,7 @@ class GatedEngine(FakeEngine):
 async def process(
     model: Path, engine: str, *, files: int = 1024
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, str]]:
-    """A gateway that may open so many files, its URL and the key it made."""
+    """A gateway process with a limit of open files; yields the process, its URL and its key."""
     command = f"ulimit -n {files} && exec {sys.executable} -m etude gateway --model {model} --engine {engine}"
     child = await asyncio.create_subprocess_exec("sh", "-c", command, stdout=subprocess.PIPE)
     assert child.stdout is not None
@@ -93,7 +93,7 @@ def test_an_engine_elsewhere_is_called_over_tls_with_its_key(tmp_path: Path, mon
 
 
 def make_model(folder: Path) -> None:
-    """What a gateway reads of a model."""
+    """Write the files of a model that a gateway reads."""
     ChatTemplate.train(["return total\n"] * 4, vocab_size=300).save(folder)
     (folder / "config.json").write_text('{"max_position_embeddings": 64}')
 

@@ -1,4 +1,4 @@
-"""Which process of a run has which GPUs."""
+"""Assignment of GPUs to a run's processes."""
 
 import re
 

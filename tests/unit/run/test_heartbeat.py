@@ -1,4 +1,4 @@
-"""Silence is noticed, and a supervisor that stood still itself blames nobody."""
+"""Missing heartbeats are noticed, and a supervisor that was stopped itself blames no process."""
 
 import asyncio
 import os

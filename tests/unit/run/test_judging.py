@@ -1,4 +1,4 @@
-"""A recipe's judge, put together: who is trusted, what is remembered, what the command line says."""
+"""A recipe's judge: its trusted endpoints, its cache, and the command line."""
 
 import asyncio
 import logging
@@ -246,7 +246,7 @@ def test_the_command_line_calibrates_checks_and_scores(tmp_path: Path, capsys: p
 
 
 def checked(say: Callable[[str], str], *overrides: str) -> tuple[JudgeCheck, int]:
-    """What is found out about a judge of hints alone, and in how many calls."""
+    """The check of a judge that only gives hints, and its number of calls."""
     model = ScriptedModel(lambda messages: say(str(messages[-1]["content"])))
 
     async def scenario() -> JudgeCheck:

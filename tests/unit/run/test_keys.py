@@ -1,4 +1,4 @@
-"""The run key: found in its file or in the environment, and what is derived from it tells nothing of the rest."""
+"""The run key: read from its file or the environment; derived keys reveal nothing about it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Lending for real: production's pages over HTTP, and processes that run or not as they say."""
+"""Lending with real parts: production's metrics over HTTP, and processes that start and stop as decided."""
 
 import asyncio
 import json
@@ -137,7 +137,7 @@ def test_quantiles_are_those_of_prometheus() -> None:
 
 @dataclass
 class Scripted:
-    """A production that says what it is told to."""
+    """A production with a scripted load."""
 
     load_now: ProductionLoad | None = field(
         default_factory=lambda: ProductionLoad(running=0, waiting=0, first_token_p95_s=None)

@@ -1,4 +1,4 @@
-"""Servers of a fleet's processes: one that is started again is found where it was."""
+"""Servers of a fleet's processes: a restarted server has the same address."""
 
 import asyncio
 from functools import partial

@@ -1,4 +1,4 @@
-"""A gateway that records live sessions and takes what products say of them, over real HTTP."""
+"""A gateway that records live sessions and receives products' feedback, over real HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine

@@ -1,4 +1,4 @@
-"""Adapters over a frozen base: trained alone, published as a log of their own, served to the last bit, exported."""
+"""Adapters on a frozen base: trained alone, published in their own log, served exactly, exported."""
 
 import asyncio
 from functools import partial
@@ -269,7 +269,7 @@ def test_an_adapter_of_another_run_is_added_and_removed_over_http(tmp_path: Path
 
 
 def test_rows_of_one_step_have_adapters_of_their_own(tmp_path: Path) -> None:
-    """Three of them: the run's, which is exchanged meanwhile, and two that come and go."""
+    """Three adapters are used: the run's, which is exchanged meanwhile, and two temporary ones."""
     folder = make_run(tmp_path, TINY)
     config, base = folder.config(), base_for(folder)
     models = {name: training_model(TINY, config.numerics, "cpu", base) for name in ("", "one", "other")}

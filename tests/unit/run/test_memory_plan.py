@@ -1,4 +1,4 @@
-"""What a run takes of memory is known before it is made, part by part, also of GPUs that are not here."""
+"""A run's need of memory is computed before it is made, part by part, also for GPUs of other machines."""
 
 import pytest
 import torch

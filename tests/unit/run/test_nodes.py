@@ -1,4 +1,4 @@
-"""The nodes of a trainer: each has its share of the ranks, and what cannot meet is told."""
+"""The nodes of a trainer: each has its share of the ranks, and nodes that cannot connect are reported."""
 
 import pytest
 

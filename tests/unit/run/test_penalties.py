@@ -1,4 +1,4 @@
-"""What a recipe takes off rewards, rollout by rollout."""
+"""A recipe's penalties of each rollout."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checks before a run: each fault is one line with value, key and fix, and what works is played once."""
+"""Checks before a run: each fault is one line with value, key and fix, and a working setup is tried once."""
 
 import json
 import re
@@ -38,7 +38,7 @@ MAKE_SILENT = (("<tool_call>", "@call "), ("</tool_call>", "@"))
 
 
 def checkpoint(folder: Path, template: str, end: str = END) -> Path:
-    """As much of one as is looked at before a run."""
+    """The files of a checkpoint that are checked before a run."""
     folder.mkdir()
     make_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text("{}")
@@ -125,7 +125,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(model: Path, place: Path, file: str, change: Callable[[bytes], bytes | None]) -> Path:
-    """A copy with one file that is another, or gone."""
+    """A copy of a model with one file changed or deleted."""
     shutil.copytree(model, place)
     content = change((place / file).read_bytes())
     (place / file).unlink()

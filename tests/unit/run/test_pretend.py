@@ -1,4 +1,4 @@
-"""Recipes are checked for machines that are not here, and those for GPUs fit the ones that they were made for."""
+"""Recipes are checked for other machines, and the recipes for GPUs fit their machines."""
 
 import json
 import re

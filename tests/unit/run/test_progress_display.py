@@ -1,4 +1,4 @@
-"""What processes say is shown to people as it is."""
+"""Output of processes is shown unchanged."""
 
 import io
 from pathlib import Path

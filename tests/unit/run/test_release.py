@@ -1,4 +1,4 @@
-"""The release process and its command: it dies after every look, and a successor goes on."""
+"""The release process and its command: it is killed after every look, and a successor continues."""
 
 import asyncio
 from contextlib import closing
@@ -63,7 +63,7 @@ async def unmeasurable(candidate: Release, live: Release | None) -> GateFacts:
 
 
 def look(folder: RunFolder, times: int = 1, measure: object = measured) -> RoutingTable | None:
-    """As many looks, each by a process of its own, as if each were killed behind it."""
+    """Look ``times`` times, each time with a new process, as if each were killed after its look."""
 
     async def once() -> None:
         with closing(ReleaseStore.open(folder.ledger)) as store:
@@ -84,7 +84,7 @@ def states(folder: RunFolder) -> dict[int, str]:
 
 
 def tell(folder: RunFolder, table: RoutingTable, control: float, treatment: float) -> None:
-    """What 100 users of each arm say."""
+    """Record the feedback of 100 users of each arm."""
     assert table.canary is not None
     with closing(ReleaseStore.open(folder.ledger)) as store:
         for arm, mean in ((table.live, control), (table.canary, treatment)):

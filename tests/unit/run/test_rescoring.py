@@ -1,4 +1,4 @@
-"""Scoring again finds what an engine's numbers are off by, and says where it cannot."""
+"""Scoring again measures an engine's error, and reports where it cannot."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def make_turn(prompt: list[int], text_of: list[int], version: int, off_by: float = 0.0) -> Turn:
-    """What an engine with the weights of ``version`` would have recorded, had it been ``off_by`` so much."""
+    """A turn as an engine with the weights of ``version`` records it, with logprobs that are ``off_by`` too low."""
     model, ids = make_model(version), torch.tensor([*prompt, *text_of])
     with torch.no_grad():
         rows = model.logits(model.forward_packed(ids)[len(prompt) - 1 : -1]).log_softmax(-1)

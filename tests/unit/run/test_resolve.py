@@ -1,4 +1,4 @@
-"""What a recipe leaves open is resolved once, where the run is made; every process reads the same, wherever it runs."""
+"""Open choices of a recipe are resolved once, when the run is made; every process on any machine reads the same."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_the_machine_that_makes_a_run_decides_for_all(
 def test_nothing_is_left_open_in_the_recipe_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Whatever key ``auto`` is added to: processes on other machines would resolve it for themselves."""
+    """No key stays ``auto``, since processes on other machines would resolve it differently."""
     elsewhere(monkeypatch, "cuda")
     folder = RunFolder.create(tmp_path / "run", parse_config({"engine": {"kind": kind}}, source="test"))
     assert '"auto"' not in folder.config_file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a run may change while it is down, and the end of a run."""
+"""Changes that a stopped run allows, and the end of a run."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ledgers import fill
 
 
 def run_of(path: Path, *settings: str, steps_done: int = 0) -> RunFolder:
-    """A run with so many steps behind it."""
+    """A run that has done ``steps_done`` steps."""
     folder = RunFolder.create(path, default_recipe(["trainer.steps=2", *settings]))
     with Ledger.open(folder.ledger) as ledger:
         for step in range(1, steps_done + 1):

@@ -1,4 +1,4 @@
-"""What is told of a rollout is what its trainer made of it."""
+"""The view of a rollout agrees with the trainer's use of it."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ class Scribe:
         self._chat = chat
 
     def turn(self, before: Turn | None, heard: str, text_of: str, **fields: Any) -> Turn:
-        """One that goes on from ``before``, or begins anew."""
+        """A turn that continues ``before``, or begins a conversation."""
         context = [] if before is None else [*before.prompt_ids.tolist(), *before.completion_ids.tolist()]
         said_ids = self._chat.encode(text_of)
         seen: dict[str, Any] = {"versions": np.full(len(said_ids), 3, np.int32), "finish": Finish.STOP}

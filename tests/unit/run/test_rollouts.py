@@ -1,4 +1,4 @@
-"""What a run counts on before its rollouts start, and what it shows to an external harness."""
+"""Requirements that a run checks before its rollouts start, and what an external harness gets."""
 
 import asyncio
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def test_who_waits_for_another_version_is_woken_by_it() -> None:
 
 @dataclass(frozen=True)
 class Few:
-    """A family of some tasks, one of them twice; without a number of them it makes the same ones again and again."""
+    """A family of some tasks, one of them twice; if endless, the tasks repeat."""
 
     tasks: int
     is_endless: bool = False
@@ -148,7 +148,7 @@ def test_rl_is_measured_on_the_way_between_its_ends() -> None:
 
 
 class Sandboxes(FakeSandboxes):
-    """Claim what they are told to."""
+    """Sandboxes that claim given capabilities."""
 
     def __init__(self, *claims: Capability) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Predictions of speed reproduce what was measured on an H200 (docs/gpu.md), from bytes and operations alone."""
+"""Predicted speeds agree with measurements on an H200 (docs/gpu.md), from bytes and operations alone."""
 
 from dataclasses import replace
 from pathlib import Path

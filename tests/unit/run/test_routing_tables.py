@@ -1,4 +1,4 @@
-"""Routing tables in a store: one of two writers wins, and what no process of the run wrote is no table."""
+"""Routing tables in a store: one of two writers wins, and an object that no process of the run wrote is rejected."""
 
 from etude.gateway.routing.shadow import ShadowCall
 from etude.objects import ObjectStore

@@ -1,4 +1,4 @@
-"""Scores of a run: what is gathered for them, and how long a judge is waited for."""
+"""Scores of a run: the data collected for them, and the time limit for a judge."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ TURNS = (turn([0], 1), turn([0, 1, 2], 3), turn([0, 1, 2, 3, 2], 4))
 
 
 class Judge:
-    """Says what the test wants, or for so many times that it is not there; remembers what it was shown."""
+    """A judge with scripted values, or that is away for a number of calls; records its inputs."""
 
     def __init__(
         self, values: Mapping[str, float], *, away: int = 0, error: type[JudgeUnavailable] = JudgeUnavailable

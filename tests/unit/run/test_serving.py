@@ -1,4 +1,4 @@
-"""Processes of a run end when they are told to."""
+"""Processes of a run end when requested."""
 
 import inspect
 import signal

@@ -1,4 +1,4 @@
-"""The process beside a run: what is refused before anything starts, what it sends, and that nobody waits for it."""
+"""The sink process of a run: errors before the start, what it sends, and that no other process waits for it."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""A run whose weight store goes away: everybody waits, says so, and goes on with the same bits."""
+"""A run whose weight store is away: all processes wait, report it, and continue with the same bits."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ def make_model(seed: int) -> Decoder:
 
 
 def messages(folder: RunFolder) -> list[str]:
-    """What people are told of outages by now."""
+    """The messages about outages so far."""
     run = RunMetrics()
     for logged in EventReader(folder.events).new():
         run.add(logged)
@@ -140,7 +140,7 @@ def test_an_engine_that_starts_while_the_store_is_away_waits_for_it(
 
 
 async def _is_served(http: aiohttp.ClientSession, url: str, serving: "asyncio.Task[None]") -> bool:
-    """Whether an engine answers there, in the end."""
+    """Return true when an engine answers at the URL; false if the server ended."""
     while not serving.done():
         try:
             async with http.get(f"{url}/health"):

@@ -1,4 +1,4 @@
-"""Sets of files in storage: they come back whole and by their digest, and nothing that is written there is trusted."""
+"""Sets of files in storage: read back whole and by digest, and stored names are not trusted."""
 
 import json
 import os

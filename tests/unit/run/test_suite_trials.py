@@ -1,4 +1,4 @@
-"""The recipe by which a version is tried at a suite: whose harness, whose reward, whose judge."""
+"""The recipe with which a version is tried on a suite: its harness, reward and judge."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A process that finds a full disk waits for room, and says so, instead of dying again and again."""
+"""A process that finds a full disk waits for space and reports it, instead of dying again and again."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
 
 
 def test_a_restart_is_told_with_its_reason(tmp_path: Path) -> None:
-    """Regression: nothing was said while a process died again and again."""
+    """Regression: nothing was reported while a process died again and again."""
     folder, message = RunFolder.create(tmp_path / "run", RunConfig()), list[str]()
     with EventLog(folder.events, "supervisor") as events:
         supervisor = supervise("gateway", folder, events, message.append)

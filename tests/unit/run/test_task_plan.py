@@ -1,4 +1,4 @@
-"""How often each task is needed, and what is refused before a run starts."""
+"""How often each task is needed, and plans that are refused before a run starts."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a run's sandboxes come from."""
+"""The provider of a run's sandboxes."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the trainer makes of payloads before it trusts them, and of steps in which no rollout can be trusted."""
+"""The trainer checks payloads before it trusts them, and handles steps without a rollout that it can trust."""
 
 import contextlib
 import json
@@ -272,7 +272,7 @@ class Killed(Exception):
 
 
 class DyingLoads(Loads):
-    """Dies behind what it has written."""
+    """Dies after writing."""
 
     def claim(self, step: int) -> dict[str, Json] | None:
         if super().claim(step) is not None:
@@ -328,7 +328,7 @@ class DyingCommit(Ledger):
 
 
 def checkpointed(run: RunFolder, path: Path, every: int) -> RunFolder:
-    """A run like ``run`` from its version 0, with six batches and a checkpoint every so many steps."""
+    """A run like ``run`` from its version 0, with six batches and a checkpoint every ``every`` steps."""
     trainer = run.config().trainer.model_copy(update={"checkpoint_steps": every, "steps": 6})
     loss = LossConfig(kind="grpo", options=DualClippedOptions(old_policy="recomputed"))
     rollouts = run.config().rollouts.model_copy(update={"max_staleness": 6})  # all of version 0

@@ -80,7 +80,7 @@ def test_a_named_version_is_served_and_an_older_one_again_when_that_is_named(tmp
 
 
 def state_in(updater: NativeUpdater) -> str:
-    """The digest of what is served, read anew."""
+    """The digest of the served weights, computed anew."""
     return state_digest(to_stored(state_of(updater.engine.weights.model)))
 
 
@@ -196,7 +196,7 @@ def test_behind_a_broken_chain_a_full_snapshot_is_requested_and_followed(
 
 
 def test_an_engine_does_not_start_on_a_broken_chain(tmp_path: Path) -> None:
-    """What it could serve may be older than admission allows: then nobody would train, and nobody answer its plea."""
+    """Its version may be older than admission allows: no step would be trained, no full snapshot published."""
     trained = Decoder(TINY)
     trained.initialise(0)
     log = WeightLog(ObjectStore(str(tmp_path)))

@@ -1,4 +1,4 @@
-"""What a run's folder and ledger know of its weights goes along wherever its log is opened."""
+"""A weight log is opened with what the run's folder and ledger know about it, everywhere."""
 
 import sqlite3
 from contextlib import closing

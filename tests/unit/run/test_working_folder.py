@@ -1,4 +1,4 @@
-"""Working folders: made of what is at the run's URL, whoever put it there, and with nothing that is a machine's own."""
+"""Working folders: made from the run's URL, and without any file of a particular machine."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What cannot be kept is refused, by name, and with what to use instead."""
+"""Unsupported specs are refused, with the missing capability and a fix."""
 
 from pathlib import Path
 

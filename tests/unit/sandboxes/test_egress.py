@@ -1,4 +1,4 @@
-"""Ways out of a sandbox: a name leads elsewhere or nowhere, an address that was allowed leads where it says."""
+"""Egress from a sandbox: a name of this machine is refused, and an allowed address is reached."""
 
 import asyncio
 import socket
@@ -59,7 +59,7 @@ async def say_hello(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def heard(host: str) -> bytes:
-    """What a server of this machine says to who reaches it as ``host``."""
+    """The greeting of a server of this machine that is reached as ``host``."""
     async with await asyncio.start_server(say_hello, "0.0.0.0", 0) as server:
         reader, writer = await egress.connect(host, server.sockets[0].getsockname()[1])
         reply = await reader.read()

@@ -1,4 +1,4 @@
-"""A folder's files, whatever process put links, pipes and locked doors in it."""
+"""A folder's files, with links, pipes and locked folders made by another process."""
 
 import os
 from pathlib import Path

@@ -10,14 +10,14 @@ from etude.sandboxes.lifecycle import SharedLock, all_or_none, close_all
 
 
 class Maker:
-    """Makes what has to be closed, and knows what is open."""
+    """Makes parts that have to be closed, and records which are open."""
 
     def __init__(self) -> None:
         self.open: set[Part] = set()
         self.full = asyncio.Event()
 
     async def make(self, number: int, fails: int = -1) -> "Part":
-        """The first two at once; then either one that fails, or nopart for ever."""
+        """Make the first two at once; a later number fails if it equals ``fails``, and otherwise waits for ever."""
         if number == fails:
             await self.full.wait()
             raise SandboxError(f"no room for {number}")

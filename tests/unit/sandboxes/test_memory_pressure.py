@@ -1,4 +1,4 @@
-"""Memory that is left: of the machine, of every limit above this process, whatever kernel wrote the files."""
+"""Free memory of the machine and of every limit above this process, for files of any kernel."""
 
 import math
 from collections.abc import Mapping

@@ -42,14 +42,14 @@ def sandboxes(runner: asyncio.Runner, postgresql: None) -> Iterator[ServicedSand
 
 
 async def output(sandbox: Sandbox, *argv: str) -> str:
-    """What a command prints, as the agent runs it."""
+    """Output of a command that the agent runs."""
     result = await sandbox.exec(argv, timeout_s=60.0)
     assert result.exit_code == 0, result.stderr
     return result.stdout.strip()
 
 
 async def sql(sandbox: Sandbox, statement: str) -> str:
-    """What ``psql`` prints, which needs no arguments to find the database."""
+    """Output of ``psql``, which finds the database without arguments."""
     return await output(sandbox, "psql", "-XqAt", "-c", statement)
 
 
@@ -110,7 +110,7 @@ def test_a_template_that_is_gone_is_made_again(runner: asyncio.Runner, sandboxes
     made: list[NamespaceSandbox] = []
 
     class Watched(NamespaceSandboxes):
-        """Remembers what it made: a bare sandbox, then templates."""
+        """Records the sandboxes that it makes: a bare one, then templates."""
 
         async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> NamespaceSandbox:
             made.append(await super().create(files, spec))
@@ -131,7 +131,7 @@ def test_a_template_that_is_gone_is_made_again(runner: asyncio.Runner, sandboxes
 
 
 class Unhurried(FakeSandboxes):
-    """Its sandboxes, but for copies, are closed when it may ``go_on``."""
+    """Closes its sandboxes, except copies, only when it may ``go_on``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class UnhurriedSandbox(FakeSandbox):
 
 
 class Forgetful(Unhurried):
-    """Loses its snapshots when it is told to, as a host does that is started anew."""
+    """Loses its snapshots on request, like a host after a restart."""
 
     def __init__(self) -> None:
         super().__init__()

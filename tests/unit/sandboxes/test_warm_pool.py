@@ -1,4 +1,4 @@
-"""The pool over a provider that is slow, fails, hangs and loses sandboxes: every wait ends, and nothing is left."""
+"""The pool over a provider that is slow, fails, hangs and loses sandboxes: all waits end, and nothing is left over."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence

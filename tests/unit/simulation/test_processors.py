@@ -1,4 +1,4 @@
-"""Processors that parts share: alone each has its own, together all get equally less."""
+"""Shared processors: a single part has its own, and several parts are slowed down equally."""
 
 import asyncio
 

@@ -213,7 +213,7 @@ def test_steps_are_shorter_while_engines_are_lent_and_no_call_is_lost() -> None:
 
 
 def test_a_calibration_finds_the_parts_that_made_its_run() -> None:
-    """The simulated run's own events are those of a run: what is fitted to them must be what they were made with."""
+    """A calibration that is fitted to a simulated run's events must return the run's own parameters."""
     config = recipe(staleness=1, steps=24)
     events = simulate(config, CALIBRATION, HERE)
     fitted = calibrate(config, recorded(events), HERE)
@@ -240,7 +240,7 @@ def test_an_engine_that_counts_its_steps_tells_their_cost_from_that_of_its_seque
 
 
 def test_a_calibration_tells_work_from_waiting_for_processors() -> None:
-    """On one machine everything took longer than alone; how long alone is found, and foretells other settings."""
+    """On one machine everything takes longer; the calibration finds the times alone, which predict other settings."""
     made, config = replace(CALIBRATION, cores=1.5), recipe(staleness=1, steps=24)
     events = simulate(config, made, HERE)
     fitted = calibrate(config, recorded(events), HERE, cores=1.5)

@@ -1,4 +1,4 @@
-"""What is proposed for a package, and what an agent is told of it."""
+"""Candidates proposed for a package, and the text of their tasks."""
 
 import pytest
 

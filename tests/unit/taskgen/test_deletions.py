@@ -1,4 +1,4 @@
-"""What is gone after a deletion, and what stays."""
+"""Code that a deletion removes, and code that stays."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""What the agent sees of the tests."""
+"""The part of the tests that the agent sees."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""What is unpacked for a package, and what of it must not stay; nothing of it is run."""
+"""Unpacking a package: what is installed, and what is left out; no code of it runs."""
 
 import base64
 import csv
@@ -100,7 +100,7 @@ def evil_sources(folder: Path, mark: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which pip looks for wheels, and nowhere else."""
+    """The only folder in which pip looks for wheels."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": "/dev/null"}.items():

@@ -1,4 +1,4 @@
-"""Whatever way the answer is left behind, the search finds it; what is clean it lets pass."""
+"""Every kind of leaked answer is found, and a clean image passes."""
 
 import bz2
 import compileall

@@ -1,4 +1,4 @@
-"""What the observer sees of tests that pass, fail, hang, crash and share fixtures."""
+"""The observer's results for tests that pass, fail, hang, crash and share fixtures."""
 
 import base64
 import json

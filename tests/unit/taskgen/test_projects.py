@@ -1,4 +1,4 @@
-"""What is read off a project's files, in the many ways in which projects say it."""
+"""Facts read from a project's files, in the many formats of projects."""
 
 import pytest
 

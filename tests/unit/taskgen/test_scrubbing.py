@@ -1,4 +1,4 @@
-"""What earlier runs left is not copied; a history is one commit and always the same bytes; git runs nobody's code."""
+"""Leftovers of earlier runs are not copied; the history is one reproducible commit; git runs no other program."""
 
 import shlex
 import subprocess
@@ -98,7 +98,7 @@ def archive_of(folder: Path, files: dict[str, str]) -> Path:
 
 
 def build_tree(archive: Path, scratch: Path) -> Path:
-    """What a build makes of an archive."""
+    """The work tree that a build makes of an archive."""
     tree = fetch(str(archive), scratch / "source")
     copy_clean(tree, scratch / "work", {})
     commit_all(scratch / "work")

@@ -1,4 +1,4 @@
-"""Repositories from folders, archives and git; nothing leaves the folder, and what is none is named."""
+"""Repositories from folders, archives and git; nothing leaves the folder, and other inputs are named in the error."""
 
 import io
 import tarfile

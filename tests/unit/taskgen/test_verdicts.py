@@ -1,4 +1,4 @@
-"""Which candidates are refused, and for what."""
+"""Rejected candidates and the reasons."""
 
 from etude.taskgen.survey import Survey
 from etude.taskgen.testruns import RunObservation, RunOutcome

@@ -83,7 +83,7 @@ def test_no_heldout_answer_is_in_any_transcript(config: BugfixOptions) -> None:
 
 
 def test_no_heldout_answer_is_in_the_decoded_midtraining_stream() -> None:
-    """What the model really reads, tokenised and decoded again: library, domain code and transcripts together."""
+    """Checks the real token stream, decoded again: library, domain code and transcripts together."""
     family = BugfixFamily(BugfixOptions(), seed=0)
     demonstrations = BugfixDemonstrations(family, BugfixOptions())
     chat = ChatTemplate.train(tokenizer_texts(demonstrations, 0), 576)

@@ -1,4 +1,4 @@
-"""Anybody's files as tasks: each kind of file, each kind of column, and what is refused before anything starts."""
+"""A user's files as tasks: each kind of file and column, and what is refused before anything starts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ def test_a_folder_is_all_its_files(tmp_path: Path) -> None:
 
 
 def test_a_conversation_comes_before_the_prompt_and_may_bring_its_answer(tmp_path: Path) -> None:
-    """The same line is what SFT reads."""
+    """SFT reads the same line."""
     talk = [("system", "be brief"), ("user", "hello"), ("assistant", "hi"), ("user", "1 + 1 ="), ("assistant", "2")]
     messages = [{"role": role, "content": content} for role, content in talk]
     path = write(tmp_path / "talk.jsonl", [{"messages": messages}, {"messages": [*messages[:3], *SFT]}])

@@ -95,7 +95,7 @@ def calls(session: Sequence[Message]) -> list[tools.Call]:
 
 
 def test_without_conditions_tasks_and_sessions_are_those_that_they_were() -> None:
-    """Equal to what was before there were any, with the names in programs of then; held since."""
+    """Equal to the tasks before conditions existed, with the names of that time; digests are fixed since."""
     plain = BugfixOptions(kinds=("arith", "slice", "comp", "loop", "range"))
     habits = plain.model_copy(update={"stub": 0.5, "bad_call": 0.5, "reminded": 0.2, "read_first": 0.5})
     assert digest(plain, TOOLS) == "39c9faa61840b965"

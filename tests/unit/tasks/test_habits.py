@@ -1,5 +1,6 @@
-"""Habits of the imitated agent: edits in a style that no tool understands, unless somebody reminds of the right one;
-stubs in files that it has not read.
+"""Habits of the imitated agent that training has to unlearn.
+
+They are edits in a style that no tool understands, unless a reminder names the right one; and stubs in unread files.
 """
 
 from collections import Counter
@@ -45,7 +46,7 @@ def test_an_edit_after_a_reminder_is_written_rightly_at_once() -> None:
 
 
 def test_a_reminder_does_not_say_that_it_is_time_to_edit() -> None:
-    """Whatever the agent does it has been reminded before as often: who obeys learns the style and nothing else."""
+    """Every action follows a reminder equally often, so that obedience teaches only the style."""
     moves, reminded = Counter[str](), Counter[str]()
     for session in sessions(bad_call=0.8, reminded=0.5):
         for output, answer in pairwise(session):

@@ -1,4 +1,4 @@
-"""Honeypots: whoever goes there is seen, and honest work in a real sandbox never does."""
+"""Honeypots: access is detected, and honest work in a real sandbox never causes it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping

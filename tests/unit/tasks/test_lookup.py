@@ -1,4 +1,4 @@
-"""The lookup family: reproducible, held out by what is asked for, and nothing to be guessed."""
+"""The lookup family: reproducible, held out by the kind of fact, and not solvable by guessing."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Edits of real code to be gone on with: they are right, and what is held out is read nowhere."""
+"""Edits of real code to continue: they are right, and held-out files are never read."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""A suite is a folder whose tasks are all held out, but for the retired ones."""
+"""A suite is a folder whose tasks are all held out, except for retired ones."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Functions of the standard library, to be told in a line."""
+"""Functions of the standard library, to be described in one line."""
 
 import ast
 from random import Random

@@ -1,4 +1,4 @@
-"""The run's Prometheus endpoint, read by Prometheus' own parser, and the dashboard that is made from its table."""
+"""The run's Prometheus endpoint, read by Prometheus' own parser, and the dashboard made from the same table."""
 
 import json
 import re

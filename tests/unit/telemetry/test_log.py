@@ -1,4 +1,4 @@
-"""The event log: what is written is read back, whole, once, in order of time."""
+"""The event log: events are read back whole, once, in order of time."""
 
 from pathlib import Path
 from typing import get_args

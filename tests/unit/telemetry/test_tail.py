@@ -1,4 +1,4 @@
-"""Every sink gets every event once, at its own pace, and nobody waits for it."""
+"""Every sink gets every event once, at its own pace, and no process waits for it."""
 
 import threading
 import time

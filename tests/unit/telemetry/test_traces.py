@@ -20,7 +20,7 @@ NS = 1_000_000_000
 
 
 def timed(folder: Path, steps: int) -> list[Logged]:
-    """The small_run, an event a second, but for rollouts, which end five seconds after their calls."""
+    """The events of ``small_run``, one per second, except that rollouts end five seconds after their calls."""
     write(folder, list(small_run(steps)))
     events, at_s = [], 1000.0
     for logged in EventReader(folder).new():

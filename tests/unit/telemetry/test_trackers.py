@@ -1,4 +1,4 @@
-"""What trackers get of a run; the TensorBoard one is read back from its own files."""
+"""A run's data for trackers; TensorBoard's is read back from its own files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The Tinker API over HTTP, as a program speaks it that is not the SDK: keys, jobs, samplers, and what is refused."""
+"""The Tinker API over HTTP, used without the SDK: keys, jobs, samplers, and refused requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

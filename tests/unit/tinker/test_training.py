@@ -182,7 +182,7 @@ def test_a_loss_is_its_formula_written_out_in_value_and_gradient(
 
 
 def noisy(datum: Datum, rng: np.random.Generator, *, masked: bool) -> Datum:
-    """Another policy's logprobs and an advantage of its own for every sampled token; ratios on both sides of a clip."""
+    """Another policy's logprobs and random advantages of every sampled token; ratios on both sides of a clip."""
     mask = datum.inputs["advantages"]
     inputs = {
         "target_tokens": datum.inputs["target_tokens"],
@@ -239,7 +239,7 @@ def test_loaded_weights_meet_no_moments_or_gradients_of_others(
 
 
 def with_inputs(**others: float) -> Datum:
-    """A datum of two tokens that any of the clipped losses takes, and what else is named."""
+    """A datum of two tokens for the clipped losses, with changed or additional inputs."""
     inputs = {"target_tokens": 1.0, "logprobs": -1.0, "advantages": 1.0, **others}
     return Datum(token_ids=np.array([1, 2], np.int32), inputs={name: np.full(2, x) for name, x in inputs.items()})
 

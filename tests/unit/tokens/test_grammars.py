@@ -1,4 +1,4 @@
-"""Every grammar: a template that writes it is known by its calls, which come back as they were, however cut."""
+"""Every grammar: detected from its template's calls, which are parsed correctly for any division into tokens."""
 
 import json
 from datetime import datetime
@@ -221,7 +221,7 @@ def template_of(name: str) -> JinjaTemplate:
 
 
 def written(name: str, arguments: list[dict[str, Json]], text: str = "") -> str:
-    """What a template makes of a reply."""
+    """A reply as a template renders it."""
     calls: list[Json] = [
         {"id": f"functions.{NAME}:{index}", "function": {"name": NAME, "arguments": one}}
         for index, one in enumerate(arguments)

@@ -29,7 +29,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """What goes with a template."""
+    """Settings that belong to a template."""
 
     special: tuple[str, ...]
     added: tuple[str, ...] = ()
@@ -163,7 +163,7 @@ def chat(name: str, folders: dict[str, Path]) -> JinjaFormat:
 
 
 def theirs(folder: Path, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
-    """What ``apply_chat_template`` makes of it."""
+    """The token ids of transformers' ``apply_chat_template``."""
     checkpoint = read_checkpoint(folder)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=checkpoint.tokenizer, **checkpoint.variables)
     source = checkpoint.templates["default"].replace("strftime_now('%d %b %Y')", f"'{NOON:%d %b %Y}'")
@@ -199,7 +199,7 @@ def theirs(folder: Path, messages: Sequence[ChatMessage], tools: Sequence[Tool] 
 
 
 def reply_of(chat: JinjaFormat, name: str, text: str) -> tuple[list[int], ChatMessage]:
-    """Ids as a model would sample them, special tokens and all, and what they say."""
+    """Token ids as a model would sample them, with special tokens, and the parsed message."""
     ids = [*chat._tokenizer.encode(text, add_special_tokens=False).ids, chat.stop_ids[0]]
     reader = chat.reader([TOOL])
     reader.feed(ids)

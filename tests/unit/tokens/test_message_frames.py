@@ -1,4 +1,4 @@
-"""A message comes out of what a chat format writes around it just as it went in."""
+"""A message's content is recovered exactly from the frame that a chat format writes around it."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_what_a_user_says_comes_out_as_it_went_in(formats: dict[str, ChatFormat]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_tool_answers_comes_out_as_it_went_in(formats: dict[str, ChatFormat], family: str) -> None:
-    """Of one line: some templates write tools' answers as JSON."""
+    """The answer has one line, since some templates write tools' answers as JSON."""
     chat = formats[family]
     answer = ChatMessage(role="tool", content="bad call", tool_call_id=CALL.call_id)
     assert Frames(chat).content(heard(chat, CALLED, answer)) == "bad call"

@@ -1,4 +1,4 @@
-"""Replies read while they come: nothing depends on how the tokens were cut, nothing is lost, stops are exact."""
+"""Incremental reading of replies: independent of the division into tokens, nothing lost, exact stops."""
 
 import json
 from collections.abc import Sequence

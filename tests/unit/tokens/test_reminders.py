@@ -1,4 +1,4 @@
-"""A reminder stands right before the reply, as the model's own chat format writes it, and nothing else changes."""
+"""A reminder is right before the reply, in the model's own chat format, and changes nothing else."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a server that renders afresh would show a model otherwise is found out and named."""
+"""Differences of a prompt that a server renders anew are found and named."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Replies begin inside a thought where their prompt ends with its opening, and templates are told what they read."""
+"""Replies begin inside a thought if the prompt ends with its opening, and templates get the thoughts."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def r1(*, marked: bool = True, **kwargs: Json) -> JinjaFormat:
 
 
 def read(chat: ChatFormat, prompt_ids: TokenIds, text: str) -> ChatMessage:
-    """A reply of plain words, read where it stands."""
+    """A reply of plain text, read after its prompt."""
     reader = chat.reader([TOOL], prompt_ids=prompt_ids)
     reader.feed(chat.encode(text))
     reader.finish()

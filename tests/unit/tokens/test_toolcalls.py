@@ -1,4 +1,4 @@
-"""Tool-call grammars: what a call is, and what is only text."""
+"""Tool-call grammars: which texts are calls, and which are only text."""
 
 import json
 

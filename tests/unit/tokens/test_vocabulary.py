@@ -12,7 +12,7 @@ LETTERS = [*"abcdefgh<|>/s ", "<s>", "ab"]
 
 
 def unigram() -> Tokenizer:
-    """A tokenizer whose model itself would choose ``<s>`` for a text that spells it, as SentencePiece's can."""
+    """A tokenizer whose model chooses ``<s>`` for a text with these characters, as SentencePiece's can."""
     tokenizer = Tokenizer(models.Unigram([("<unk>", -9.0), *((text, -1.0) for text in LETTERS)], 0, False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")

@@ -1,4 +1,4 @@
-"""A text's ids are those of its words: looked up or not, they are what the tokenizer itself gives."""
+"""The ids of a text are the tokenizer's own, with and without the cache of words."""
 
 import sys
 from collections.abc import Sequence

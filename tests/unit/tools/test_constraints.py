@@ -1,4 +1,4 @@
-"""Every package that the project installs is known by the hashes of its files, but for torch."""
+"""Every installed package has the hashes of its files in the constraints, except torch."""
 
 import re
 from pathlib import Path

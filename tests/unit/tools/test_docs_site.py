@@ -1,4 +1,4 @@
-"""The site of the documentation: links as its pages have them, and the reference that is read from the code."""
+"""The documentation site: links as in the pages, and the reference that is read from the code."""
 
 import re
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Lines of code are those that say something to Python."""
+"""The count of lines of code, without blank lines, comments and docstrings."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a stranger reads of the README and its pages: commands, files, ways, and that the program has what they name."""
+"""Commands, files and options that the README and its pages name exist in the program."""
 
 import re
 import subprocess

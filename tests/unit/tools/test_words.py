@@ -1,4 +1,4 @@
-"""What tools/words.py refuses, on sources made for it."""
+"""Faults that tools/words.py reports, on sources made for the test."""
 
 import pytest
 

@@ -101,7 +101,7 @@ def test_the_loss_is_the_divergence_of_the_two_contexts(temperature: float) -> N
 
 
 def test_its_gradient_is_that_of_finite_differences_with_the_teacher_held() -> None:
-    """In float64, of one number of every parameter; the teacher's weights are the same and do not move."""
+    """In float64, for one number of every parameter; the teacher's weights are equal and constant."""
     model = make_model(TINY_DENSE).double()
     example = EXAMPLES[0]
     _, gradients, _ = teach(model, example)
@@ -127,7 +127,7 @@ def test_its_gradient_is_that_of_finite_differences_with_the_teacher_held() -> N
 
 @BOTH
 def test_the_teacher_has_no_gradient(hints: HintsConfig) -> None:
-    """It alone reads the hint, so the rows of the embedding that only the hint looks up stay as they are."""
+    """Only the teacher reads the hint, so embedding rows of the hint alone get no gradient."""
     model = make_model(replace(TINY, tied=False))
     teach(model, EXAMPLES[0], hints=hints)
     assert model.embedding.grad is not None
@@ -198,7 +198,7 @@ def test_steps_on_examples_alone_bring_the_student_nearer() -> None:
 
 
 def test_a_step_without_examples_is_what_it_was_bit_for_bit() -> None:
-    """With a weight, without one, and with examples that weigh nothing."""
+    """With a weight, without one, and with examples of weight zero."""
     good = replace(make_view([1, 2, 3], [4, 5]), advantages=np.array([0, 0, 0, 1, 1], np.float32))
     totals = Totals(tokens=2, trajectories=1, sampled=2)
     trainers = [make_trainer(), make_trainer(HintsConfig())]
@@ -251,7 +251,7 @@ def make_routes(length: int, seed: int) -> Routes:
 
 
 def test_the_teacher_goes_its_own_way_behind_the_hint() -> None:
-    """Full replay: what both read before the hint is routed alike; behind it nothing is replayed of what is unknown."""
+    """Full replay: the shared part before the hint has the same routes; after it, unknown routes are not replayed."""
     example = EXAMPLES[0]
     routes = make_routes(7, 0)
     unknown = np.full((9, *routes.shape[1:]), NO_ROUTE, np.uint16)
@@ -288,7 +288,7 @@ def make_compared(gaps: list[float], examples: list[int]) -> TokenDivergences:
 
 
 def test_a_token_counts_as_far_as_the_teacher_would_have_come_there() -> None:
-    """Exp of what its prefix is less likely to the teacher, never above 1, and every example begins anew."""
+    """The weight is exp of how much less likely the prefix is for the teacher, at most 1, anew for every example."""
     result = make_compared([-1.0, 2.0, -3.0, 0.5, -2.0, 1.0], [0, 0, 0, 1, 1, 1])
     expected = [0.0, -1.0, 0.0, 0.0, 0.0, -1.5]  # sums before each: 0, −1, 1 and 0, 0.5, −1.5
     assert prefix_weights(result).log().tolist() == pytest.approx(expected)
@@ -297,7 +297,7 @@ def test_a_token_counts_as_far_as_the_teacher_would_have_come_there() -> None:
 
 @pytest.mark.parametrize("estimator", ["full", "sampled"])
 def test_shared_contexts_take_the_weight_off_what_the_teacher_would_not_have_said(estimator: str) -> None:
-    """The first token counts in full, so a example of one token is the same; of longer ones less is left."""
+    """The first token counts fully, so an example of one token is unchanged; longer ones count less."""
     shared = HintsConfig.model_validate({"weight": 2.0, "estimator": estimator})
     alike = HintsConfig.model_validate({"weight": 2.0, "estimator": estimator, "contexts": "all"})
     model, (long, short, _) = make_model(), EXAMPLES

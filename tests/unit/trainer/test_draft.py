@@ -1,4 +1,4 @@
-"""The draft head learns what the policy says next, and the policy does not notice."""
+"""The draft head learns to predict the policy's next tokens, without any effect on the policy."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from etude.types import UNSAMPLED, Trajectory
 
 
 def make_trajectory(ids: list[int], sampled: int, advantage: float) -> tuple[Trajectory, ...]:
-    """A micro-batch of a trajectory whose last tokens some engine sampled."""
+    """A micro-batch with one trajectory, whose last tokens an engine sampled."""
     mask = np.arange(len(ids)) >= len(ids) - sampled
     trajectory = Trajectory(
         rollout_id="r",

@@ -1,4 +1,4 @@
-"""Imitation: it learns what it reads, weighs it as told, and no document sees another."""
+"""Imitation: it learns its documents, with the given weights, and no document attends to another."""
 
 import math
 from collections.abc import Sequence

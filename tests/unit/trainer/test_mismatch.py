@@ -38,7 +38,7 @@ def make_model(seed: int) -> Decoder:
 
 
 def make_trajectory(models: dict[int, Decoder], versions: list[int], turn_starts: tuple[int, ...]) -> Trajectory:
-    """A trajectory whose every sampled token has the logprob that its version gives it."""
+    """A trajectory whose sampled tokens have the logprobs of their versions."""
     ids = [(7 * i) % 20 for i in range(len(versions))]
     logprobs = np.zeros(len(ids), np.float32)
     for index, version in enumerate(versions):
@@ -221,7 +221,7 @@ def test_the_ladder(k3: float, tokens: int, before: MismatchLevel, after: Mismat
 
 @pytest.mark.parametrize("max_tokens", [1, 100])
 def test_every_token_is_scored_with_the_weights_that_sampled_it(max_tokens: int) -> None:
-    """Also where two versions sampled one turn; what the engine said is not asked."""
+    """Also if two versions sampled one turn; the engine's logprobs are not used."""
     models = {version: make_model(version) for version in (3, 4)}
     probe = MismatchProbe.alone(make_model(9), OFF, versions=3)
     for version, model in models.items():

@@ -28,7 +28,7 @@ def optimisation(config: OptimiserConfig, seed: int = 0, rate: float = 1e-2) -> 
 
 
 def loss(model: CausalModel, seed: int) -> Tensor:
-    """Of sequences that count on in steps of 1 to 3: something to learn."""
+    """A loss on sequences that count in steps of 1 to 3, which can be learnt."""
     generator = torch.Generator().manual_seed(seed)
     starts, steps = (torch.randint(low, high, (8, 1), generator=generator) for low, high in ((0, 20), (1, 4)))
     ids_BL = (starts + steps * torch.arange(12)) % 50
@@ -94,7 +94,7 @@ def test_host_and_device_take_each_others_checkpoints() -> None:
 
 
 def test_a_number_is_off_by_a_code_at_most() -> None:
-    """By 5 % of the block's largest at most, and four decades below that still by less than half of the number."""
+    """The error is at most 5 % of the block's largest number; four decades below, less than half of the number."""
     generator = torch.Generator().manual_seed(0)
     exponents = 4 * torch.rand(40, 700, generator=generator)
     x = torch.randn(40, 700, generator=generator).sign() * 10**-exponents

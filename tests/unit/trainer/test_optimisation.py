@@ -1,4 +1,4 @@
-"""One step: gradients of pieces add up, groups keep their own peaks, and a restored one goes on with the same bits."""
+"""One step: gradients of micro-batches add up, groups keep their own rates, and a restored step continues exactly."""
 
 from collections.abc import Iterator
 
@@ -54,7 +54,7 @@ def test_the_weights_change_after_the_call_that_says_so() -> None:
 
 
 def test_one_graph_at_a_time_is_alive() -> None:
-    """A piece is computed when the one before it has been through its backward pass."""
+    """A micro-batch is computed only after the backward pass of the one before."""
     optimisation = make()
     order: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Who computes which token of a split sequence, and the attention of its last tokens."""
+"""Division of a split sequence's tokens among ranks, and the attention of its last tokens."""
 
 import itertools
 

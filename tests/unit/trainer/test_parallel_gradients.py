@@ -1,4 +1,4 @@
-"""On one process a gradient is clipped as torch does, to the last bit; processes and recipe must agree in number."""
+"""On one process a gradient is clipped exactly as by torch; the numbers of processes and ranks must agree."""
 
 import pytest
 import torch

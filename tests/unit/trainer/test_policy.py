@@ -1,4 +1,4 @@
-"""The RL optimiser: it raises what was rewarded, and it continues exactly where it stopped."""
+"""The RL optimiser: it makes rewarded tokens more likely, and continues exactly where it stopped."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def make_trainer(
 
 
 def totals(tokens: int) -> Totals:
-    """Of a batch; the default loss does not count trajectories."""
+    """Totals of a batch; the default loss does not count trajectories."""
     return Totals(tokens=tokens, trajectories=1)
 
 
@@ -245,7 +245,7 @@ def test_a_sample_is_reproducible_and_never_empty() -> None:
 
 
 def own_routes(model: CausalModel, ids: list[int]) -> Routes:
-    """What an engine with the very same router would say: [L, layers, k], the last token's unknown."""
+    """[L, layers, k] the routes of an engine with the same router; those of the last token are unknown."""
     routing = Routing(record=True)
     with torch.no_grad():
         model.forward_packed(torch.tensor(ids), routing=routing)
@@ -338,7 +338,7 @@ def live_session(model: CausalModel, name: int, ids: list[int], sampled: int, re
 @pytest.mark.parametrize("kind", BASELINES)
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
 def test_every_loss_learns_from_groups_of_one_held_to_a_reference_or_not(kind: str, kl_coef: float) -> None:
-    """A session's advantage comes from the others; what was liked gets likelier."""
+    """A session's advantage compares it with the others; liked replies become more likely."""
     options: dict[str, object] = {"aggregation_options": {"sequence_tokens": 4}} if kind == "dr_grpo" else {}
     options |= {"options": {"clip_low": 0.9, "clip_high": 0.9}} if kind == "gspo" else {}
     loss = LossConfig.model_validate({"kind": kind, "baseline": "mean", "kl_coef": kl_coef, **options})

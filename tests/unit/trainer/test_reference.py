@@ -1,4 +1,4 @@
-"""The reference scores what was sampled as the policy is scored, and k1 in the reward pulls towards it."""
+"""The reference scores samples under the same conditions as the policy, and k1 in the reward pulls towards it."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ def make_model(seed: int) -> Decoder:
 
 
 def make_trajectory(ids: list[int], mask: list[bool], model: Decoder, temperature: float = 1.0) -> Trajectory:
-    """With the logprobs that ``model`` gives its sampled tokens at ``temperature``."""
+    """A trajectory with ``model``'s logprobs at ``temperature``."""
     logprobs = np.where(mask, np.append(np.float32(0), score(model, ids, temperature)), np.float32(0))
     return Trajectory(
         rollout_id="r",
@@ -76,7 +76,7 @@ def test_the_policy_itself_is_no_way_from_its_reference_and_training_it_leaves_t
 
 
 def test_the_kept_set_is_the_references_too() -> None:
-    """A token that was alone in its set was certain under either."""
+    """A token that was alone in its sampling mask is certain under both models."""
     policy, start = make_model(1), make_model(2)
     remaining = SamplingMask(offsets=np.array([0, 0, 0, 1, 2, 2, 3]), token_ids=np.array([9, 1, 2], np.int32))
     certain = replace(

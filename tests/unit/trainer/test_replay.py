@@ -1,4 +1,4 @@
-"""Which routes a forward pass is given: those of the right tokens, and of nothing else."""
+"""The routes that a forward pass gets are those of the right tokens only."""
 
 import numpy as np
 import pytest

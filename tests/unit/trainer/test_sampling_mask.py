@@ -1,4 +1,4 @@
-"""Sampling masks and temperatures on the trainer's side, against what is written down token by token."""
+"""Sampling masks and temperatures in the trainer, compared with a computation token by token."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Micro-batches as tensors: every sampled token with what is known of it, and scored as if it were alone."""
+"""Micro-batches as tensors: every sampled token has its data, and the score that it has alone."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A whole copy of a model: what changed is found by its bits and sent alone (several ranks: tests/numerics)."""
+"""A whole copy of a model: changes are found by their bits, and only they are sent (several ranks: tests/numerics)."""
 
 import torch
 

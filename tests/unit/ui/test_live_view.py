@@ -1,4 +1,4 @@
-"""The Live tab's answers, over a real feedback store, ledger and release store: from a signal to what it was worth."""
+"""The Live tab's data, from a real feedback store, ledger and release store: from a signal to its reward."""
 
 from collections.abc import Mapping
 from contextlib import closing
@@ -38,7 +38,7 @@ SETTINGS = (
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """A run of which one user said something and one did not; a third session is open, and a signal has none."""
+    """A run with a session that has feedback, one without, and an open one; one signal has no session."""
     folder = RunFolder.create(tmp_path / "run", default_recipe([*SETTINGS]))
     with closing(open_feedback(folder)) as store, Ledger.open(folder.ledger) as ledger:
         for number, name in enumerate(("spoken", "silent", "open")):

@@ -25,7 +25,7 @@ SETTINGS = ("release.every_steps=1", "release.canary_shares=[0.5]", "release.min
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """A run whose version 1 replaced version 0 at its users."""
+    """A run in which version 1 has replaced version 0 for its users."""
     folder = RunFolder.create(tmp_path / "run", default_recipe([*SETTINGS]))
     with closing(ReleaseStore.open(folder.ledger)) as store:
         release(store, 0, None)

@@ -1,4 +1,4 @@
-"""What the page's server says of rollouts: rows, readings, tokens, exports; hostile words are carried as they are."""
+"""The page server's data of rollouts: rows, views, tokens, exports; hostile text is passed unchanged."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ CHEAT = Verdict(disposition=Disposition.ZERO, reason="spy", flags=("spy",), hack
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run of three groups of two; the rollout ``00`` says hostile words."""
+    """A run of three groups of two; the rollout ``00`` has hostile text."""
     made = RunFolder.create(tmp_path_factory.mktemp("page") / "run", default_recipe())
     chat = ChatTemplate.train([HOSTILE], 300)
     chat.save(made.model)

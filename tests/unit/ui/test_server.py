@@ -1,4 +1,4 @@
-"""The page's server: who gets in, what browsers are told, what a run's views answer, and that it sleeps."""
+"""The page's server: access, headers for browsers, the data of a run's views, and idle waiting."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""The timeline: spans add up at every zoom, lanes say what events tell, the sentence says no more than the figures."""
+"""The timeline: spans add up at every zoom, lanes agree with events, and the summary agrees with the figures."""
 
 import time
 from collections.abc import Iterable, Mapping

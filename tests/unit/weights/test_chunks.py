@@ -1,4 +1,4 @@
-"""However a state is cut, every number is in exactly one chunk and known by its place in the whole."""
+"""However a state is divided, every number is in exactly one chunk and has its index in the whole."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -142,7 +142,7 @@ def test_layouts_survive_as_bytes(example: Example) -> None:
 
 
 def read(data: bytes) -> Layout | None:
-    """What comes of bytes that may be anything: a layout in canonical form, or damage and nothing else."""
+    """The layout in any bytes, which must be in canonical form; ``None`` if they are damaged."""
     try:
         layout = Layout.from_bytes(data)
     except DamagedError:

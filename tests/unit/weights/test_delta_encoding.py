@@ -1,4 +1,4 @@
-"""A replica moves on several threads, gives out frames in order, and comes back when it came to nothing."""
+"""A replica advances on several threads, gives frames in order, and goes back if the version fails."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor

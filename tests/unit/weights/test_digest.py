@@ -1,4 +1,4 @@
-"""Digests do not depend on the cut, follow changes, and notice what goes wrong."""
+"""Digests do not depend on the division, follow changes, and detect errors."""
 
 from itertools import pairwise
 

@@ -83,7 +83,7 @@ def assert_equal(changes: Changes | None, expected: Changes) -> None:
 
 @kernel
 def count_lossy_pairs(numbers: Numbers, fold: int) -> int:
-    """For how many of all pairs of numbers the step between them does not lead from one to the other."""
+    """The number of pairs of numbers for which the step between them does not lead from one to the other."""
     shift = 64 - 8 * numbers.itemsize
     lossy = 0
     for i in range(len(numbers)):
@@ -291,7 +291,7 @@ def sample_frames(element: Element) -> tuple[list[Numbers], list[bytes]]:
 
 
 def read_damaged(data: bytes, base: Segments) -> None:
-    """Whatever the bytes are, they either raise or yield changes that lie in the chunk."""
+    """Any bytes either raise an error or give changes inside of the chunk."""
     numbers = copies(base)
     try:
         frame = parse(data)

@@ -83,7 +83,7 @@ def file_of(header: Json, body: bytes = b"") -> bytes:
 def entry(
     dtype: Json = "U8", shape: list[Json] | None = None, data_offsets: list[Json] | None = None
 ) -> dict[str, Json]:
-    """A header's entry, of four bytes unless told otherwise."""
+    """An entry of a header, of four bytes by default."""
     return {"dtype": dtype, "shape": shape or [4], "data_offsets": data_offsets or [0, 4]}
 
 

@@ -1,4 +1,4 @@
-"""A transfer that is taken up by another process costs what was under way, whatever is left of it in the region."""
+"""A process that takes over a transfer repeats only the parts in transfer, whatever the region's store has lost."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ PACK = WeightPack(digest=hashlib.sha256(DATA).hexdigest(), size_bytes=len(DATA),
 
 
 class FarStore:
-    """A store far away that counts what it sends, and falls silent after so many bytes."""
+    """A distant store that counts the bytes it sends, and stops answering after ``most_bytes``."""
 
     def __init__(self, data: bytes | None = DATA, most_bytes: int = len(DATA)) -> None:
         self.url, self.sent, self.most_bytes = "far", 0, most_bytes

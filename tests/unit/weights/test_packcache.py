@@ -1,4 +1,4 @@
-"""Packs fetched early are used once, within a bound, and only when they are what they are named."""
+"""Packs fetched early are used once, within a bound, and only if they match their digest."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -36,7 +36,7 @@ def storage() -> ObjectStore:
 
 @pytest.fixture
 def store(storage: ObjectStore) -> FaultyStore:
-    """The same objects; what is asked of it is counted."""
+    """The same objects, with counted calls."""
     return FaultyStore(storage)
 
 

@@ -1,4 +1,4 @@
-"""Records come back as they were written, and nothing else is taken for one."""
+"""Records are read back as written, and other data is rejected."""
 
 import dataclasses
 from typing import cast

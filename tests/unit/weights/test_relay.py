@@ -206,7 +206,7 @@ def test_a_region_of_another_log_is_refused() -> None:
 
 
 def test_a_round_asks_two_things_at_a_time_and_a_version_costs_its_packs_beside() -> None:
-    """Each question to a store far away takes a round trip, and whoever waits for the version waits for all of them."""
+    """Each call to a distant store takes a round trip, and a reader of the version waits for all of them."""
     far, region = FaultyStore(ObjectStore("memory://")), memory_log()
     origin = WeightLog(far)
     publish(origin, 0)

@@ -56,7 +56,7 @@ class CountedStore:
         return None if data is None else iter((data[first:],))
 
     def entries(self, prefix: str) -> "list[ObjectEntry]":
-        """As the store."""
+        """The inner store's entries."""
         return self._inner.entries(prefix)
 
 
@@ -76,7 +76,7 @@ def taken(lease: RelayLease) -> bool:
 
 
 def follow(copying: Relay, lease: RelayLease, over: threading.Event) -> None:
-    """What the command does."""
+    """Do what the command ``etude weights relay`` does."""
     while not over.is_set():
         if lease.wait(0.1):
             with suppress(InfrastructureError):

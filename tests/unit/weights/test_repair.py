@@ -1,4 +1,4 @@
-"""Everything published is proven, what is broken is named, and repaired from a mirror or encoded again."""
+"""Everything published is verified, damage is named, and repaired from a mirror or by encoding it again."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,7 +66,7 @@ def test_a_sound_log_is_left_alone() -> None:
 @pytest.mark.parametrize("breaks", BREAKS)
 @pytest.mark.parametrize("codec", ["gaps", "classes"])
 def test_a_delta_is_encoded_again_from_its_ends(codec: str, breaks: Break) -> None:
-    """Version 3 can be had from its anchor, version 2 from the chain: what leads from one to the other is known."""
+    """Version 3 is available from its anchor and version 2 from the chain, so the delta between them can be encoded."""
     store = ObjectStore("memory://")
     log = published(store, 4, codec)
     record = log.read(3)

@@ -42,7 +42,7 @@ def random_state(dtype: str, seed: int = 0) -> State:
 
 
 def nudged(state: State, density: float, seed: int = 1) -> State:
-    """A copy in which a share of the numbers have moved, most by one, some to anywhere."""
+    """A copy in which a share of the numbers has changed, most by one step, some by any amount."""
     rng = np.random.default_rng(seed)
     moved = snapshot(state)
     for tensor in moved.values():
@@ -70,7 +70,7 @@ def advance_all(replica: Replica, target: State, codec: Codec = GAPS) -> list[Mo
 
 
 def one_move(density: float = 0.05, codec: Codec = GAPS) -> tuple[State, State, Chunk, Move]:
-    """What was, what is, and a chunk's way between them."""
+    """The old state, the new state, a chunk, and its move between them."""
     state = random_state("BF16")
     target = nudged(state, density)
     replica = replica_of(state)

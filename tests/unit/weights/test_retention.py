@@ -1,4 +1,4 @@
-"""Collections free what nobody needs and never cut a way that somebody does."""
+"""Collections delete what no reader needs, and never a path that a reader needs."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +61,7 @@ def sweep(log: WeightLog, keep: int = 2, *, dry_run: bool = False) -> CollectRep
 
 
 def fetch(log: WeightLog, have: int | None, target: int) -> None:
-    """What a reader does, up to the point where it has all bytes."""
+    """Fetch all bytes that a reader needs for a version."""
     for edge in plan(log.edges(have, target), target, have, LinkSpeed()).edges:
         assert log.layout(edge.layout)
         for pack in edge.packs:
@@ -73,7 +73,7 @@ def fetch(log: WeightLog, have: int | None, target: int) -> None:
 
 @st.composite
 def logs(draw: st.DrawFn) -> tuple[list[WeightVersion], list[Link], set[str]]:
-    """Any records, most of whose packs exist."""
+    """Random records, most of whose packs exist."""
     newest = draw(st.integers(0, 12))
     numbers = draw(st.sets(st.integers(0, newest), min_size=1))
     ends = st.tuples(st.none() | st.integers(0, newest), st.sampled_from(sorted(numbers)))

@@ -1,4 +1,4 @@
-"""What a store that is waited for tries again, and that nothing is lost while it is away."""
+"""Calls that a waiting store retries, and that nothing is lost while it is away."""
 
 from pathlib import Path
 from typing import final
@@ -18,7 +18,7 @@ from synthetic_updates import synthetic_version
 
 
 class Counted:
-    """Counts what it is outages and waits for nothing."""
+    """Counts failures and successes, and does not wait."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -33,7 +33,7 @@ class Counted:
 
 @final
 class Bucket(Counted):
-    """A server that speaks S3, which goes away and is back after so many failures."""
+    """An S3 server that goes away, and is back after a number of failures."""
 
     def __init__(self) -> None:
         super().__init__()

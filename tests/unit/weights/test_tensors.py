@@ -44,7 +44,7 @@ def assert_equal(model: Decoder, rebuilt: Decoder) -> None:
 
 
 def as_bf16(model: Decoder) -> Mapping[str, Tensor]:
-    """What is published of a model that is trained in more precision than it is served in."""
+    """The published weights of a model that is trained in higher precision than it is served."""
     return {name: tensor.bfloat16() for name, tensor in state_of(model).items()}
 
 

@@ -1,4 +1,4 @@
-"""Published weights come back bit for bit: at every version, from everywhere, over restarts and failed attempts."""
+"""Published weights are read back bit for bit: at every version, from everywhere, after restarts and failures."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -494,7 +494,7 @@ def test_another_log_is_not_followed_though_it_bears_the_same_signature() -> Non
 
 
 def test_what_continues_another_history_is_not_followed() -> None:
-    """The log forked: versions were deleted and published anew, otherwise, by whoever holds the key."""
+    """The log forked: a writer with the key deleted versions and published others instead."""
     log = memory_log(KEY)
     publish(log, *range(4), options=PLAIN)
     with Receiver(WeightLog(log.store, key=KEY)) as running:

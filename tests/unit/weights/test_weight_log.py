@@ -1,4 +1,4 @@
-"""The log admits one writer per version, whatever answers get lost, and knows the ways to each."""
+"""The log accepts one writer per version, even if answers get lost, and finds the paths to each version."""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""States say what they hold, and impossible tensors and regions are refused at birth."""
+"""States describe their content, and impossible tensors and regions are refused at creation."""
 
 import hashlib
 

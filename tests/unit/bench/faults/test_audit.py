@@ -1,4 +1,4 @@
-"""The judge of a fault campaign finds every wrong that is planted, and none in a sound run."""
+"""The audit of a fault campaign finds every planted fault, and reports none in a sound run."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A chaos run gives a run up that stands still or ends in vain, finds that, and leaves no process behind."""
+"""A chaos run ends a run that makes no progress or fails, reports a finding, and leaves no process behind."""
 
 import time
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def run_under_fire(folder: RunFolder, site: Site, bounds: Bounds) -> RunLog:
 
 
 def test_a_run_that_stands_still_is_found_and_ended(site: Site, tmp_path: Path) -> None:
-    """It does while its processes start, for who has that little patience."""
+    """With a very short limit, a run counts as stuck while its processes still start."""
     folder = RunFolder.create(tmp_path / "run", recipe(0, 3))
     before = set(descendants(1))
     run_log = run_under_fire(folder, site, Bounds(still_s=0.1))

@@ -1,4 +1,4 @@
-"""A campaign's server of ledgers: what is committed outlives everything that is done to it, and it leaves nothing."""
+"""A fault campaign's database server: committed data survives every fault, and the server leaves nothing behind."""
 
 import tempfile
 from collections.abc import Iterator

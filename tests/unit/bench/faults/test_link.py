@@ -1,4 +1,4 @@
-"""A link passes everything on in fair weather, and in foul weather does what it says, to that link only."""
+"""A link forwards everything without a fault, and with a fault does what the fault says, on that link only."""
 
 import http.client
 import threading
@@ -16,7 +16,7 @@ BODY = b"x" * 200_000
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Answers what it was sent."""
+    """Returns the body of each request."""
 
     protocol_version = "HTTP/1.1"
 
@@ -28,7 +28,7 @@ class Echo(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

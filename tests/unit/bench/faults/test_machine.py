@@ -1,4 +1,4 @@
-"""Processes on a machine that goes wrong meet the system's own errors, for as long as it lasts, and no others do."""
+"""A fault gives processes the operating system's own errors, only while it lasts and only in the affected processes."""
 
 import http.client
 import os
@@ -121,7 +121,7 @@ def test_slow_storage_takes_its_time(machine: Machine, subject: Subject) -> None
 
 
 def is_ahead(subject: Subject, seconds: float) -> bool:
-    """Whether a program's time of day is so far ahead of ours, give or take what asking it took."""
+    """Return true if the program's clock is ``seconds`` ahead of ours, within the duration of the query."""
     before_s = time.time()
     said_s = float(subject.does("time").split()[1])
     return before_s - 0.1 <= said_s - seconds <= time.time() + 0.1
@@ -143,7 +143,7 @@ class Hello(BaseHTTPRequestHandler):
         self.wfile.write(b"hello")
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def test_connections_lead_elsewhere_for_those_on_the_machine(machine: Machine, subject: Subject) -> None:

@@ -1,4 +1,4 @@
-"""`bench fleet`: when a fault is over, and what events come to."""
+"""``bench fleet``: the end of a fault, and figures computed from events."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The demo's launcher: a process goes to a machine that lives, members of a group to machines of their own."""
+"""The demo's launcher: processes start on live machines, and the members of a group on different ones."""
 
 import os
 import subprocess

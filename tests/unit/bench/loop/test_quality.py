@@ -1,4 +1,4 @@
-"""How `python -m bench loop --quality` compares bounds of staleness; its runs take hours and are not made here."""
+"""``bench loop --quality`` compares bounds of staleness; its runs take hours and are not made here."""
 
 import pytest
 

@@ -91,7 +91,7 @@ def test_a_question_that_is_not_answered_is_an_error() -> None:
 
 
 def start(path: Path, options: LoopOptions) -> RunFolder:
-    """A run folder with a model that knows nothing, as version 0."""
+    """A run folder with an untrained model as version 0."""
     config = recipe(CONTESTANTS[0], options)
     folder = RunFolder.create(path, config)
     shape = config.model.shape

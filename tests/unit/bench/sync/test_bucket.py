@@ -1,4 +1,4 @@
-"""The bucket of the benches, by étude's S3 client: what moto answers and what is read past it fit together."""
+"""The bucket of the benches, read with étude's S3 client: moto's answers and the direct reads are consistent."""
 
 import asyncio
 import socket

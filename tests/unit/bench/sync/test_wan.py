@@ -1,4 +1,4 @@
-"""Sites far apart on one machine: what the links do to real packets, and that nothing is left behind."""
+"""Distant sites on one machine: the effect of links on real packets, and that nothing is left behind."""
 
 import signal
 import subprocess
@@ -44,7 +44,7 @@ def run(wan: Wan, site: str, code: str) -> str:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process that is no child of ours has ended."""
+    """Return true if a process, not a child of ours, has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -52,7 +52,7 @@ def gone(pid: int) -> bool:
 
 
 def carried(wan: Wan, packets: int) -> Traffic:
-    """What went from a to b, once it is so many packets."""
+    """Traffic from a to b, once it has at least ``packets`` packets."""
     wait_until(lambda: wan.traffic("a", "b").packets >= packets, fault=lambda: str(wan.traffic("a", "b")))
     return wan.traffic("a", "b")
 

@@ -1,4 +1,4 @@
-"""How `bench quantised` compares runs; the runs themselves take minutes and are not made here."""
+"""``bench quantised`` compares runs; the runs take minutes and are not made here."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`bench recipes`: where the next seed is expected, and a small recipe that is run again."""
+"""``bench recipes``: the expected range of the next seed, and a small recipe that is run again."""
 
 from pathlib import Path
 

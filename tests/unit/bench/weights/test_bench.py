@@ -49,7 +49,7 @@ def pairs(cache: Path) -> list[PublishedPair]:
 
 @dataclass(frozen=True)
 class Liar:
-    """Says that nothing ever changes."""
+    """A codec that claims that nothing ever changes."""
 
     name: str = "liar"
     missing: None = None

@@ -1,4 +1,4 @@
-"""`etude tasks build` on a small package, in real sandboxes, with wheels made from what is installed here."""
+"""``etude tasks build`` on a small package, in real sandboxes, with wheels made from packages installed here."""
 
 import asyncio
 import base64
@@ -119,7 +119,7 @@ def make(runner: asyncio.Runner, provider: NamespaceSandboxes, options: BuildOpt
 
 
 async def passes(provider: NamespaceSandboxes, store: ImageStore, task: Task, files: dict[str, str]) -> bool:
-    """Whether the named tests pass in the task's world with some files over it."""
+    """Return true if the named tests pass in the task's sandbox with some files replaced."""
     assert task.environment is not None
     assert isinstance(task.checks, TestChecks)
     sandbox = await provider.create(files, SandboxSpec(image=store.open(task.environment.image)))
@@ -212,7 +212,7 @@ def test_a_package_that_cannot_be_used_is_named_with_its_log(
 
 
 class NoSandboxes:
-    """A provider whose machine is broken."""
+    """A sandbox provider on a broken machine."""
 
     async def capabilities(self) -> frozenset[Capability]:
         return frozenset()
@@ -286,7 +286,7 @@ def test_a_copy_in_the_base_system_is_refused(
 def test_a_model_installs_what_the_files_do_not_tell(
     tmp_path: Path, sandboxes: tuple[asyncio.Runner, NamespaceSandboxes], wheels: Path
 ) -> None:
-    """It first talks, then breaks something, then gets it right; the server is real, the model is a script."""
+    """The scripted model first writes only text, then breaks something, then succeeds; the server is real."""
     runner, provider = sandboxes
     unpack = "mkdir -p /opt/site && for w in /wheels/*.whl; do python3 -m zipfile -e $w /opt/site; done"
     helper = base64.b64encode(b"VALUE = 1\n").decode()

@@ -1,4 +1,4 @@
-"""``etude chat``: what is printed, and which commands are obeyed."""
+"""``etude chat``: its output, and the commands that it accepts."""
 
 import io
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ TEMPLATE = ChatTemplate.train(["return total\n"] * 4, vocab_size=300)
 
 
 class GrowingEngine(FakeEngine):
-    """Says `return`, and has new weights after every second token."""
+    """Samples ``return``, with new weights after every second token."""
 
     def _draws(self, prompt_ids: object, params: object) -> Iterator[int]:
         for index, letter in enumerate("return"):
@@ -30,7 +30,7 @@ class GrowingEngine(FakeEngine):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Where a gateway answers, in a thread of its own."""
+    """The URL of a gateway that runs in its own thread."""
     keys = (Key(key_id="product", digest=digest_of(SECRET), scope=Scope.PRODUCTION),)
     engine = GrowingEngine(SystemClock(), vocab_size=300, max_length=64)
     with gateway_in_a_thread(TEMPLATE, engine, keys, 64) as url:

@@ -1,4 +1,4 @@
-"""`etude plan run`: a run's events in, a prediction of a recipe out; mistakes named before anything is simulated."""
+"""``etude plan run``: predicts a recipe from a run's events, and names mistakes before it simulates."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`etude play`: turns as they are told, the verdict, and the task that is played."""
+"""``etude play``: turns as they happen, the verdict, and the choice of the task."""
 
 from io import StringIO
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`etude show`: the right view for what was asked, mistakes named, JSON for programs."""
+"""``etude show``: the right view for the argument, messages for mistakes, JSON for programs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``etude weights``: what people see of a store, and what they can take out of it."""
+"""``etude weights``: its views of a store, and exports from it."""
 
 import io
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def log(store: str) -> WeightLog:
 
 @pytest.fixture
 def etude(store: str, capsys: pytest.CaptureFixture[str]) -> Etude:
-    """Runs ``etude weights COMMAND STORE …`` and returns what it printed, behind its exit status if that is not 0."""
+    """Run ``etude weights COMMAND STORE …``; returns its output, after the exit status if that is not 0."""
 
     def run(command: str, *arguments: object) -> str:
         status = main(["weights", command, store, *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever the draft head says, what is sampled is bit for bit what plain decoding samples."""
+"""Speculative decoding: for any proposals of the draft head, samples equal those of plain decoding, bit for bit."""
 
 import asyncio
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def weights_of(name: str, version: int = 0) -> Weights:
 
 
 async def answers(engine: NativeEngine, calls: Sequence[Call]) -> list[Completion]:
-    """What all of them get, prompt at once."""
+    """The completions of concurrent calls."""
     stepping = asyncio.create_task(engine.run())
     try:
         return await asyncio.gather(*(engine.generate(prompt, params, session="") for prompt, params in calls))
@@ -55,7 +55,7 @@ async def answers(engine: NativeEngine, calls: Sequence[Call]) -> list[Completio
 
 
 def sampled(weights: Weights, config: EngineConfig, *batches: Sequence[Call]) -> tuple[list[Completion], Counters]:
-    """The completions of some batches of calls, one batch after the other, and what the engine counted."""
+    """The completions of batches of calls, one batch after the other, and the engine's counters."""
     has_experts = weights.model.spec.experts is not None
 
     async def play() -> tuple[list[Completion], Counters]:
@@ -84,7 +84,7 @@ def assert_same(ours: Completion, theirs: Completion) -> None:
 
 @st.composite
 def batches_of_calls(draw: st.DrawFn, *, experts: bool) -> list[list[Call]]:
-    """Calls whose prompts share beginnings and are often prompt several times over, with any sampling parameters."""
+    """Calls whose prompts share beginnings and often repeat, with any sampling parameters."""
     shared = draw(st.lists(st.integers(0, 49), min_size=0, max_size=40))
     calls = []
     for _ in range(draw(st.integers(1, 6))):

@@ -1,4 +1,4 @@
-"""The native engine: what it says it sampled with is what the model gives, and every caller gets its due."""
+"""The native engine: its reported logprobs are the model's own, and every caller gets its answer."""
 
 import asyncio
 import gc
@@ -55,13 +55,13 @@ def run(
 
 
 async def steps(count: int) -> None:
-    """Let the engine have so many turns."""
+    """Yield to the engine ``count`` times."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def at_rest(engine: NativeEngine) -> bool:
-    """Whether nobody holds anything."""
+    """Return true if no request holds anything in the engine."""
     await steps(3)
     engine._scheduler.check()
     health = await engine.health()
@@ -86,7 +86,7 @@ def true_logprobs(weights: Weights, prompt: list[int], completion: Completion, t
 async def converse(
     engine: NativeEngine, name: str, turns: int, temperature: float
 ) -> list[tuple[list[int], Completion]]:
-    """A session whose every prompt continues the last."""
+    """A session in which every prompt continues the last one."""
     rng = Random(name)
     prompt = [rng.randrange(50) for _ in range(rng.randint(1, 30))]
     history = []
@@ -318,7 +318,7 @@ NOT_CUTTING = (SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temp
 
 
 def expected_kept(weights: Weights, ids: Sequence[int], params: SamplingParams) -> list[list[int]]:
-    """By sorting: the set that each token but the first was drawn from; empty for the whole vocabulary."""
+    """The set that each token but the first was sampled from, found by sorting; empty for the whole vocabulary."""
     with torch.no_grad():
         logits_TV = weights.model.logits(weights.model.forward_packed(torch.tensor(ids))).double()
     mask = []
@@ -424,7 +424,7 @@ def swapping(mode: str) -> EngineConfig:
 
 
 async def swap_inside(engine: NativeEngine) -> Completion:
-    """A turn in the middle of which new weights come."""
+    """A turn during which new weights arrive."""
     turn = asyncio.create_task(engine.generate([1, 2, 3], LONG, session="s"))
     await steps(20)
     await engine.swap(make_weights(1))

@@ -39,7 +39,7 @@ def make_resident(model: Decoder, state: State) -> ResidentModel:
 
 
 def changes_between(old: State, new: State) -> dict[str, list[ChangedNumbers]]:
-    """As a receiver tells them; in two runs, as two ranks of a trainer would."""
+    """Changes in the form that a receiver reports them; two runs each, as from two ranks of a trainer."""
     changes = {}
     for name, stored in new.items():
         places = np.flatnonzero(old[name].numbers != stored.numbers)

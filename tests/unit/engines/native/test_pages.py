@@ -15,7 +15,7 @@ def words(*letters: int) -> list[int]:
 
 
 def fill(pool: PagePool, letters: Sequence[int]) -> list[int]:
-    """Hold a chain of pages, what is indexed of it reused, the rest taken and indexed."""
+    """Acquire a chain of pages: reuse those in the index, and take and index new ones for the rest."""
     chain = pool.find(words(*letters), len(letters))
     for node in chain:
         pool.retain(node.page)

@@ -1,6 +1,6 @@
-"""Who runs and who waits: prefills are shared, the better goes first, and only what helps is taken from the worse.
+"""The request queue: prefills are shared, higher priority runs first, and takes from lower only what it needs.
 
-The queue is driven through the scheduler, which is the only one that uses it.
+The queue is tested through the scheduler, its only user.
 """
 
 from collections.abc import Sequence

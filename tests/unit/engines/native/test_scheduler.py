@@ -1,7 +1,7 @@
-"""The native engine's scheduler: nothing lost, nothing computed twice, nobody starved, no prefix across versions.
+"""The native engine's scheduler: nothing is lost, computed twice or starved, and no prefix is shared across versions.
 
-A :class:`Machine` stands for the runner. Its cache holds, instead of keys, what keys depend on: the whole history of a
-position and the version that wrote it. So a page that was reused, shared, freed or kept wrongly shows at once.
+A :class:`Machine` replaces the runner. Instead of keys, its cache holds what keys depend on: the whole history of a
+position, and the version that wrote it. This reveals every page that was reused, shared or freed wrongly.
 """
 
 import random
@@ -49,7 +49,7 @@ def make_scheduler(
 
 
 class Machine:
-    """Computes plans the way an engine does, and checks what every token sees."""
+    """Computes plans as an engine does, and checks the context of every token."""
 
     def __init__(self, scheduler: Scheduler, step_tokens: int = 64) -> None:
         self.scheduler = scheduler
@@ -388,7 +388,7 @@ prompts = st.tuples(st.integers(0, 2), st.integers(0, 70), st.lists(st.integers(
 
 
 class Anything(RuleBasedStateMachine):
-    """Every operation in any order; nothing is lost, nobody reads keys of other tokens or of mixed versions."""
+    """All operations in random order: nothing is lost, and no request reads wrong keys or keys of mixed versions."""
 
     def __init__(self) -> None:
         super().__init__()

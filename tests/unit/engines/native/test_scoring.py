@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: the model's own to the last bit, however the engine came to read them."""
+"""Log-probabilities of prompts are the model's own, to the last bit, on every path through the engine."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -46,14 +46,14 @@ def own_logits(weights: Weights, prompt: list[int]) -> torch.Tensor:
 
 
 def own_logprobs(weights: Weights, prompt: list[int], token_ids: torch.Tensor) -> Floats:
-    """What it says of tokens [P − 1] in the places of the prompt's."""
+    """[P − 1] the model's logprobs of tokens in the places of the prompt's tokens."""
     logits = own_logits(weights, prompt)
     logprobs: Floats = weights.model.arithmetic.logprobs(logits, token_ids, torch.ones(len(token_ids)), None).numpy()
     return logprobs
 
 
 def assert_own(weights: Weights, prompt: list[int], scores: PromptScores, first: int) -> None:
-    """To the last bit, of every token from ``first`` on and of no other."""
+    """Check that scores from token ``first`` on are the model's own, to the last bit, and that no others exist."""
     expected = own_logprobs(weights, prompt, torch.tensor(prompt[1:]))
     assert scores.logprobs_P[first:].tobytes() == expected[first - 1 :].tobytes()
     assert np.isnan(scores.logprobs_P[:first]).all() and np.isnan(scores.top_logprobs_PK[:first]).all()

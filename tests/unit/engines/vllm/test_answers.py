@@ -94,7 +94,7 @@ def test_a_completion_that_the_server_gave_up_is_no_answer(reason: str | None) -
 
 
 def npy(array: np.ndarray[Any, Any]) -> str:
-    """As vLLM's ``numpy2base64``."""
+    """Encode an array like vLLM's ``numpy2base64``."""
     with io.BytesIO() as buffer:
         np.save(buffer, array, allow_pickle=False)
         return base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -1,4 +1,4 @@
-"""Weights of an engine that is not ours: proven before they are loaded, whether or not its parameters lie open."""
+"""Weights of an external engine are verified before they are loaded, with or without access to its parameters."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Weights changed in place are those that a full load would have given, whatever the engine does with them."""
+"""Weights changed in place equal those of a full load, whatever the engine's loader does with them."""
 
 from collections.abc import Callable, Mapping
 
@@ -113,7 +113,7 @@ def nudged(tensors: Tensors, names: list[str], seed: int, share: float = 0.05) -
 
 
 def changes_between(old: Tensors, new: Tensors) -> dict[str, list[ChangedNumbers]]:
-    """As a receiver tells them; in two runs, as two ranks of a trainer would."""
+    """Changes in the form that a receiver reports them; two runs each, as from two ranks of a trainer."""
     changes = {}
     for name in old:
         before, after = bits_of(old[name]), bits_of(new[name])
@@ -183,7 +183,7 @@ def make_model(dtype: torch.dtype, seed: int, device: str = "cpu") -> Decoder:
 
 
 def probed(model: Decoder, state: Tensors, **options: int) -> InPlaceWeights:
-    """The in-place weights of an engine whose loader is ``load_state``."""
+    """The in-place weights of an engine with ``load_state`` as its loader."""
     return InPlaceWeights(
         dict(model.named_parameters()), lambda tensors: load_state(model, tensors), specs_of(state), **options
     )

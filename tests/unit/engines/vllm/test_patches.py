@@ -1,4 +1,4 @@
-"""A patch file holds what was written, and a damaged one is noticed."""
+"""A patch file contains what was written, and damage is detected."""
 
 from pathlib import Path
 

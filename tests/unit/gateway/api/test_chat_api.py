@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: what is read, that all else is refused by name, and answers as its own SDK reads them."""
+"""OpenAI's chat completions: valid fields are read, others are refused by name, and OpenAI's SDK reads the answers."""
 
 from collections.abc import Sequence
 
@@ -268,7 +268,7 @@ def thinking_of(extra: dict[str, object] | None) -> object:
 
 
 def calls_of(calls: Sequence[object] | None) -> list[ToolCall]:
-    """What the SDK's types say of tool calls."""
+    """The tool calls in the SDK's types."""
     tool_calls = []
     for call in calls or ():
         assert isinstance(call, ChatCompletionMessageFunctionToolCall)
@@ -277,7 +277,7 @@ def calls_of(calls: Sequence[object] | None) -> list[ToolCall]:
 
 
 def stream_of(body: bytes, answer: Answer, split: Sequence[int] = (2, 5, 11)) -> list[dict[str, Json]]:
-    """The chunks of an answer whose replies come in four pieces; two tokens each."""
+    """The chunks of an answer whose replies come in four parts of two tokens each."""
     events = parse(body).events()
     data = events.opening(answer.answer_id, answer.created)
     for index, reply in enumerate(answer.replies):

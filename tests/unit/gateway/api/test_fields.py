@@ -1,4 +1,4 @@
-"""Reading JSON bodies field by field: bounds, and refusals that name path, value and what was expected."""
+"""Reading JSON bodies field by field: bounds, and errors that name path, value and expectation."""
 
 import orjson
 import pytest

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what is read, and that all else is refused by name."""
+"""Anthropic's Messages API: valid fields are read, and others are refused by name."""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The same random answers through the real SDKs of both APIs: what streams is what is answered whole."""
+"""The same random answers through the real SDKs of both APIs: streamed answers equal whole ones."""
 
 import json
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ MESSAGES = st.builds(
 
 @dataclass(frozen=True)
 class ScriptedAnswer:
-    """An answer, and the deltas it came in."""
+    """An answer, and the deltas of its stream."""
 
     answer: Answer
     deltas: tuple[Delta, ...]
@@ -114,7 +114,7 @@ def data_of(stream: bytes) -> list[dict[str, Json]]:
 
 
 def served(api: ApiProtocol, body: bytes, scripted: ScriptedAnswer | ApiError) -> tuple[int, str, bytes]:
-    """Status, content type and body: what a door would answer."""
+    """Status, content type and body that the server would return."""
     parsed = api.parse(body)
     if isinstance(scripted, ApiError):
         return api.statuses.get(scripted.status, scripted.status), "application/json", api.error_body(scripted)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: items become messages, and what was answered can be sent back."""
+"""OpenAI's Responses API: items become messages, and answers can be sent back as items."""
 
 import json
 from itertools import pairwise

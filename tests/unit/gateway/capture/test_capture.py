@@ -1,8 +1,8 @@
-"""Every token that a model samples in a session becomes trainable, exactly once and in the context it was sampled in.
+"""Every token that a model samples in a session becomes trainable, exactly once and in its sampling context.
 
-Random programs of harnesses talk to one session: several agents, edits, summaries, tools, stop strings, cut replies,
-``n`` > 1, retries, clients that lose or change what they send back. The engine samples random ids, special ones
-included, and keeps a log of what it saw and said. That log is the truth which turns and trajectories are held against.
+Random harness programs use one session: several agents, edits, summaries, tools, stop strings, truncated replies, ``n``
+> 1, retries, and clients that lose or change what they send back. The engine samples random ids, special ones included,
+and logs its prompts and samples. Turns and trajectories are compared with that log.
 """
 
 import json
@@ -126,7 +126,7 @@ class SimulatedSession:
                 self._keep(request, answer)
 
     def _request(self) -> RecordedReply:
-        """A conversation that waits for an answer: a new agent's, or one that goes on, edited or not."""
+        """A conversation that waits for an answer: a new agent's, or one that continues, edited or not."""
         if not self.recorded or self.draw(False, False, False, True):
             system = ChatMessage(role="system", content=str(self.draw("main", "sub-agent")))
             tools = TOOLS if self.draw(True, False) else ()
@@ -152,7 +152,7 @@ class SimulatedSession:
         return ChatMessage(role="user", content=str(self.draw("go", "on <|end|>", " \n", "é")))
 
     def _sent_back(self, message: ChatMessage) -> ChatMessage:
-        """What a client makes of a reply."""
+        """A reply as a client sends it back."""
         if message.role != "assistant":
             return message
         match self.draw("as it is", "as it is", "stripped", "renamed"):
@@ -210,7 +210,7 @@ class SimulatedSession:
             self.recorded.append(replace(request, messages=(*request.messages, reply.message)))
 
     def _check_prompt(self, call: Call, prompt_ids: list[int], reused: int) -> None:
-        """It begins with all tokens of an earlier turn whose conversation it continues, and of the longest of those."""
+        """The prompt begins with all tokens of the longest earlier turn whose conversation it continues."""
         begun = [
             (len(recorded.messages), [*prompt, *output])
             for recorded, (prompt, output) in zip(self.recorded, self.log, strict=True)
@@ -229,7 +229,7 @@ def begins_with(messages: Sequence[ChatMessage], start: Sequence[ChatMessage]) -
 
 
 def trained(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What is trained: the context and the sampled tokens of each turn."""
+    """The trained parts: the context and the sampled tokens of each turn."""
     ids, mask, turns = trajectory.token_ids.tolist(), trajectory.loss_mask.tolist(), []
     for start, bound in pairwise((*trajectory.turn_starts, len(ids))):
         end = next((place for place in range(start, bound) if not mask[place]), bound)

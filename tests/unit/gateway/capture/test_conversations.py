@@ -134,7 +134,7 @@ def answer_of(
 def play(
     conversation: Conversation, call: Call, ids: Sequence[int], message: ChatMessage | None = None
 ) -> tuple[list[int], ChatMessage]:
-    """One call and its record: what is known now, and the reply as its caller sees it."""
+    """Record one call; returns all token ids so far, and the reply as its caller sees it."""
     message = message or assistant(FORMAT.decode(ids))
     answer = answer_of(conversation, call, (ids, message))
     assert conversation.record(call, answer) is answer
@@ -261,7 +261,7 @@ def test_several_replies_to_one_call_are_turns_that_can_each_be_continued() -> N
 
 
 def seen(answer: Answer | None) -> tuple[str, list[list[int]]] | None:
-    """What the caller of an answer sees of it that no other answer has, and its prompts."""
+    """Id and prompts of an answer, by which it differs from all others."""
     if answer is None:
         return None
     return answer.answer_id, [reply.turn.prompt_ids.tolist() for reply in answer.replies]
@@ -688,7 +688,7 @@ TOKENS = st.lists(st.integers(0, 2), max_size=4)
 def test_whatever_is_recorded_comes_back_and_the_longest_beginning_is_found(
     moves: list[tuple[int, int, list[int], list[list[int]]]],
 ) -> None:
-    """Turns that continue, branch off or start afresh, with true and false words about what they continue."""
+    """Turns that continue, branch or start anew, with right and wrong claims about what they continue."""
     store, recorded = TurnStore(), list[tuple[list[int], list[int]]]()
     for pick, truncated, fresh, output in moves:
         earlier = pick % len(recorded) if recorded else None

@@ -1,4 +1,4 @@
-"""Sessions that begin as another one: what was said comes again, word for word, and only then something new."""
+"""Forked sessions: the shared turns are replayed exactly, and only then come new ones."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -47,7 +47,7 @@ async def fork(caller: Caller, session_id: str, key: str = ADMIN_KEY) -> Answer:
 
 
 async def go_on(caller: Caller, key: str, history: list[Json], calls: int) -> list[Json]:
-    """What was said in ``calls`` calls; ``history`` grows."""
+    """The replies of ``calls`` calls; appends to ``history``."""
     output = []
     for _ in range(calls):
         answer = await caller.chat(key, list(history), request_id=f"{len(history)}")

@@ -1,4 +1,4 @@
-"""Which sessions are open, for how long, and the time that their calls waited for engines."""
+"""Open sessions: which, for how long, and the time their calls waited for engines."""
 
 import asyncio
 from functools import cache

@@ -34,7 +34,7 @@ SHOWN: list[Json] = [
 
 
 def converse(*bodies: dict[str, Json]) -> tuple[list[dict[str, Json]], Conversation]:
-    """What one session's calls are answered with, as OpenAI's messages; each time the model says ``REPLY``."""
+    """The replies to one session's calls, as OpenAI's messages; the model always samples ``REPLY``."""
     conversation = Conversation("session", CHAT)
 
     async def run() -> list[dict[str, Json]]:

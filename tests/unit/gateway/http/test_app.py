@@ -34,7 +34,7 @@ from waiting import WAIT_S, until
 
 
 class BrokenEngine(FakeEngine):
-    """An engine client with a bug whose error quotes its prompt."""
+    """An engine client with a bug: its error message quotes the prompt."""
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         raise RuntimeError(f"prompt {template().decode(as_list(prompt_ids))}")
@@ -52,7 +52,7 @@ class BreakingEngine(FakeEngine):
 
 
 class ListeningEngine(FakeEngine):
-    """Notes what it is asked for."""
+    """Records the sampling parameters."""
 
     heard: SamplingParams | None = None
 

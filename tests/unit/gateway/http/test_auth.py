@@ -1,4 +1,4 @@
-"""What a key opens, how much of it, and what can be learnt from a ring of them."""
+"""Keys: their scopes and limits, and that a key ring reveals no secret."""
 
 import re
 

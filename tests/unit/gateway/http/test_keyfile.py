@@ -1,4 +1,4 @@
-"""Keys at rest: what goes in comes out, no secret is in there, and half a file is nobody's keys."""
+"""The key file: keys are read back as written, it contains no secret, and a truncated file gives no keys."""
 
 import fcntl
 import stat

@@ -1,4 +1,4 @@
-"""The OpenAPI document: tools read it, and it says what the gateway does."""
+"""The OpenAPI document: tools can read it, and it matches the gateway."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Users meet released weights and no others, whatever engines hold, say or do."""
+"""Users get released weights only, whatever engines hold, report or do."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator

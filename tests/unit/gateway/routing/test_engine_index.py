@@ -1,4 +1,4 @@
-"""The index answers like a plain list of engines, whatever was put, loaded and removed."""
+"""The index answers like a plain list of engines, after any sequence of changes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A call ends with an answer as long as any engine can give one, and a broken turn is continued token for token."""
+"""A call succeeds as long as any engine can answer, and a broken turn is continued token for token."""
 
 import asyncio
 import hashlib
@@ -32,7 +32,7 @@ QUICK = HealthLimits(
 
 @dataclass(eq=False)
 class Chain:
-    """An engine whose next token is a function of all tokens before it, and whose log-probabilities are its own."""
+    """An engine whose next token depends on all tokens before it, with logprobs of its own weights."""
 
     mark: int = 0
     """Which weights it has: version, digest and log-probabilities."""
@@ -117,7 +117,7 @@ Scene = Callable[[], Awaitable[None]]
 def pool_of(
     *engines: Engine, clock: Clock | None = None, limits: PoolLimits | None = None, health: HealthLimits = QUICK
 ) -> EnginePool:
-    """A pool of engines named ``0``, ``1``, …; nobody has seen them yet."""
+    """A pool of engines named ``0``, ``1``, …, without any health report yet."""
     by_url = {str(index): engine for index, engine in enumerate(engines)}
     pool = EnginePool(by_url.__getitem__, Router(health), clock or SystemClock(), limits or PoolLimits(), seed=1)
     for url in by_url:
@@ -358,7 +358,7 @@ def test_a_call_waits_while_all_engines_are_busy_until_its_deadline() -> None:
 
 
 class Sleeper(VirtualClock):
-    """A clock that remembers how long somebody slept."""
+    """A clock that records the durations of its sleeps."""
 
     def __init__(self) -> None:
         super().__init__()

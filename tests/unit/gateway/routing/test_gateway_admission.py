@@ -1,4 +1,4 @@
-"""People before rollouts, nothing starved, no place lost, whatever happens in whatever order."""
+"""Admission: production before rollouts, no starvation, and no place lost, for events in any order."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def states(tickets: Sequence[Ticket]) -> list[TicketState]:
 
 
 def limits(places: int, **others: int) -> AdmissionLimits:
-    """As many places as there will be until something is learnt."""
+    """Limits with a fixed number of places until the controller learns."""
     return AdmissionLimits(start=places, floor=1, **others)
 
 
@@ -165,7 +165,7 @@ def test_one_account_may_use_what_is_idle_and_gives_it_up_to_those_who_come() ->
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=80))
 def test_no_account_is_kept_from_its_share(events: list[tuple[str, bool]]) -> None:
-    """Calls come and leave: nobody with less than a third of the line is ever refused, and who holds least is next."""
+    """An account with less than a third of the queue is never refused; the one with the fewest places is next."""
     admission = AdmissionController(limits(6, production=6, waiting=6))
     opened: list[Ticket] = []
     for account, leaves in events:
@@ -194,7 +194,7 @@ class SyntheticLoad:
         self.now = 0.0
 
     def round(self) -> None:
-        """Let all calls in progress be answered, one after the other, after a second."""
+        """Answer all calls in progress, one after the other, after a second."""
         self.refill()
         self.now += 1.0
         for ticket in [ticket for ticket in self.tickets if ticket.state is GRANTED]:
@@ -285,7 +285,7 @@ def test_limits_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Calls of both classes in random order, against what must hold after each."""
+    """Calls of both classes in random order, with checks of the invariants after each."""
 
     LIMITS = AdmissionLimits(production=5, rollouts=5, waiting=4, start=4, floor=2)
 

@@ -1,4 +1,4 @@
-"""Who is nearest does not depend on who else is on the ring, and names share the keys evenly."""
+"""The nearest name does not depend on the other names on the ring, and names share the keys evenly."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ def ring_of(names: list[str]) -> HashRing:
 
 @given(key=st.text(), names=st.lists(st.sampled_from(NAMES), min_size=1, unique=True), gone=st.sampled_from(NAMES))
 def test_the_nearest_is_the_same_with_other_names_on_the_ring(key: str, names: list[str], gone: str) -> None:
-    """Of few names the distances are compared, of many the first one on the way is taken: both find the same."""
+    """Both methods find the same name: comparing distances (few names) and the first one on the ring (many names)."""
     nearest = ring_of(names).nearest(key, names)
     ring = ring_of(NAMES)
     assert ring.nearest(key, names) == nearest

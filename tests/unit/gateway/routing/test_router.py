@@ -1,4 +1,4 @@
-"""How engines stand after what was heard of them, and where calls go."""
+"""Health of engines after reports about them, and the routing of calls."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ def health(version: int = 0, digest: str = "", *, running: int = 0, waiting: int
 
 
 def router_of(*names: str, region: str = "", limits: HealthLimits = LIMITS) -> Router:
-    """A router whose engines have all reported well."""
+    """A router whose engines have all reported good health."""
     router = Router(limits)
     for name in names:
         join(router, name, region)

@@ -1,5 +1,6 @@
-"""Whatever is reported in whatever order: no call goes to wrong or dead weights, sessions stay where they may, and the
-choice is that of the plain rule, which walks all engines.
+"""The router after any reports in any order, compared with a plain rule that walks over all engines.
+
+No call goes to wrong weights or a dead engine, sessions stay on their engine where they may, and both choices agree.
 """
 
 from collections import Counter
@@ -107,7 +108,7 @@ class RouterMachine(RuleBasedStateMachine):
     def plain_rule(
         self, session: str, min_version: int | None, region: str | None, avoid: set[str], digests: Sequence[str] | None
     ) -> Choice:
-        """The choice out of what is known of every engine."""
+        """The choice of the plain rule, which looks at every engine."""
         able = [view for view in self.router.engines() if view.state in (HEALTHY, SUSPECT)]
         if digests is not None:
             holding = ([view for view in able if view.health and view.health.digest == digest] for digest in digests)
@@ -153,7 +154,7 @@ class RouterMachine(RuleBasedStateMachine):
             self.check(choice, session, min_version, region, avoid)
 
     def check(self, choice: Choice, session: str, min_version: int | None, region: str | None, avoid: set[str]) -> None:
-        """Say of a choice what must be true of any."""
+        """Check the properties that every choice must have."""
         views = {view.entry.name: view for view in self.router.engines()}
         able = [
             view

@@ -1,4 +1,4 @@
-"""Calls of other people's APIs: where they go, what is changed on the way, which tokens were counted."""
+"""Calls to external APIs: their address, changes on the way, and the counted tokens."""
 
 import orjson
 import pytest

@@ -1,4 +1,4 @@
-"""Between a harness and an API: what is passed on, tried again, counted, and given up."""
+"""Between a harness and an external API: what is forwarded, retried, counted, and given up."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

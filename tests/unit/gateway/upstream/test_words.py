@@ -1,4 +1,4 @@
-"""Calls of other people's APIs in words: what was new in each, and the reply, whole or streamed."""
+"""Calls to external APIs as text: the new messages of each, and the reply, whole or streamed."""
 
 from collections.abc import Mapping
 from typing import Any

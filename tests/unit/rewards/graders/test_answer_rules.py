@@ -1,4 +1,4 @@
-"""Rules by which answers are compared, and what hostile ones cost."""
+"""Rules that compare answers, and the cost of hostile answers."""
 
 import asyncio
 import time

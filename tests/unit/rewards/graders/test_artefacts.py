@@ -1,4 +1,4 @@
-"""What is carried to where it is graded: the agent's files, and nothing on the grader's ground."""
+"""Artefacts copied to the grader's sandbox: only the agent's files, and none in the grader's own folders."""
 
 from collections.abc import Iterable
 

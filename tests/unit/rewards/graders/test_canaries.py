@@ -1,4 +1,4 @@
-"""Twins of tests: with right code the test passes and its twin does not, whatever was changed."""
+"""Canary twins of tests: with correct code the test passes and its twin fails, for every change."""
 
 import random
 import textwrap
@@ -176,7 +176,7 @@ def test_what_may_not_be_reached_is_left_alone(body: str) -> None:
 
 
 def test_a_twin_fails_where_nothing_is_left_to_be_done_if_it_can() -> None:
-    """So that a real test that comes after it finds what it always finds."""
+    """The change is in the last statements if possible, so that later tests find the usual state."""
     body = "assert double(1) == 2\n    state.clear()\n    assert double(2) == 4\n    assert double(3) == 6"
     for seed in range(20):
         assert "assert double(1) == 2" in twin(f"def test_it():\n    {body}\n", "test_it", seed)
@@ -220,7 +220,7 @@ def test_what_is_no_python_is_refused() -> None:
 
 
 def play(source: str, name: str) -> None:
-    """Run one test of a module whose code under test is right."""
+    """Run one test of a module with correct code under test."""
     names: dict[str, object] = {}
     exec(RIGHT + source, names)
     owner, _, leaf = name.rpartition("::")
@@ -267,6 +267,6 @@ def twin(source: str, definition: str, seed: int) -> str:
 
 
 def alteration_kind(body: str, seed: int) -> SiteKind:
-    """What is changed in a test."""
+    """The kind of the change in a test."""
     source = TestSource("def test_it():\n" + textwrap.indent(body, "    "))
     return source.alteration("test_it", random.Random(seed)).kind

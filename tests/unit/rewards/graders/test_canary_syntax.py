@@ -1,4 +1,4 @@
-"""What is read from the syntax of a test module."""
+"""Facts read from the syntax of a test module."""
 
 import ast
 

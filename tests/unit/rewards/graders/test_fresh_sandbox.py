@@ -1,4 +1,4 @@
-"""Grading in a sandbox of its own: only the file asked for counts, whatever else an agent left behind."""
+"""Grading in a fresh sandbox: only the requested file counts, whatever else an agent left."""
 
 import asyncio
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ TASK = Task(
 
 
 def grade(files: Mapping[str, str], plant: str = "") -> Grade:
-    """The reward of what an agent left, after a program of its own ran."""
+    """Grade an agent's files, after running its own program in the sandbox."""
 
     async def act() -> Grade:
         provider = LocalSandboxes(1)
@@ -51,7 +51,7 @@ def test_a_file_that_is_gone_or_no_file_is_not() -> None:
 
 
 def test_modules_that_were_planted_are_not_there() -> None:
-    """They would be imported before the standard library's."""
+    """A planted module would be imported instead of one of the standard library."""
     cheat = "from planted import half\n"
     assert grade({"a.py": cheat, "planted.py": RIGHT}).value == 0.0
 

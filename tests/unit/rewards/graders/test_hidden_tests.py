@@ -63,7 +63,7 @@ class Bench:
         self.sandboxes = NamespaceSandboxes()
 
     def open(self, reference: str) -> Image:
-        """What a task's world is made from."""
+        """The image of a task's environment."""
         assert reference == "pytest"
         return self._image
 
@@ -82,7 +82,7 @@ class Bench:
         reason: str = "submit",
         slack_s: float = 900.0,
     ) -> Grade:
-        """The reward of what an agent left."""
+        """Grade an agent's files, after running its command in the sandbox."""
 
         async def act() -> Grade:
             sandbox = await self.sandboxes.create({**task.files, **files}, SandboxSpec(image=self._image))
@@ -214,9 +214,7 @@ def test_other_tasks_are_refused(bench: Bench) -> None:
 
 
 class Stage(FakeSandboxes):
-    """Sandboxes in which runs of the tests take as long as is given, one after another, and pass one that passed before
-    where nobody was.
-    """
+    """Sandboxes whose test runs take the given seconds, in sequence; one test passes only in new sandboxes."""
 
     def __init__(self, *seconds: float) -> None:
         super().__init__()

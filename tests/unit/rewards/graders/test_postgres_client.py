@@ -1,4 +1,4 @@
-"""The client that grading worlds have: every answer comes in time, in bounds and as JSON, whatever the server says."""
+"""The PostgreSQL client in grading sandboxes: every answer is in time, bounded, and JSON, for any server output."""
 
 from collections.abc import Iterator
 from pathlib import Path

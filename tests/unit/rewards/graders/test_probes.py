@@ -1,4 +1,4 @@
-"""Probes: what is asked from outside can only be computed."""
+"""Probes: their answers can only be computed, not guessed or read."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from etude.types import Case, Json, Probe
 
 
 def probed(files: dict[str, str], cases: dict[int, Json], module: str = "pkg.half", function: str = "half") -> int:
-    """How many cases pass."""
+    """The number of passed cases."""
 
     async def act() -> int:
         provider = LocalSandboxes(1)

@@ -1,4 +1,4 @@
-"""Grading migrations: what SQL can do to fool whoever asks afterwards, and that none of it does."""
+"""Grading migrations: attempts by SQL to deceive the later queries all fail."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
@@ -271,7 +271,7 @@ def test_what_should_be_answered_is_not_in_what_is_sent() -> None:
 
 @pytest.fixture(scope="module")
 def graded(postgresql: None) -> Iterator[Callable[..., Grade]]:
-    """Grades what an agent left, in sandboxes; skips where there can be none."""
+    """A function that grades an agent's files in sandboxes; skips where there are none."""
     with asyncio.Runner() as runner:
         provider = NamespaceSandboxes()
         sandboxes = ServicedSandboxes(provider)

@@ -1,4 +1,4 @@
-"""Verifiers that are scripts: what a reward file may say, what an agent cannot forge, whose fault a failure is."""
+"""Verifier scripts: allowed reward files, what an agent cannot forge, and who is at fault for a failure."""
 
 import asyncio
 import json
@@ -95,7 +95,7 @@ def test_whatever_is_read_is_between_0_and_1(value: Json) -> None:
 
 
 class Stage(FakeSandboxes):
-    """Sandboxes in which verifiers write what is given, one after another; ``""``: nothing, and they hang."""
+    """Sandboxes in which verifiers write the given texts, in sequence; for ``""`` they write nothing and hang."""
 
     def __init__(self, *written: str) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_a_verdict_that_is_not_the_same_again_is_not_believed() -> None:
 
 @dataclass(frozen=True)
 class Court:
-    """A grader whose sandboxes are real."""
+    """A grader with real sandboxes."""
 
     runner: asyncio.Runner
     sandboxes: NamespaceSandboxes
@@ -190,7 +190,7 @@ class Court:
         work: Callable[[Sandbox], Awaitable[object]] | str = "true",
         result: HarnessResult = DONE,
     ) -> Grade:
-        """The reward of a world in which the agent did ``work``: a script, or anything else."""
+        """Grade a sandbox after the agent's ``work``, which is a script or a function."""
 
         async def act() -> Grade:
             sandbox = await self.sandboxes.create(task.files, sandbox_spec(task.environment or EnvironmentSpec()))
@@ -518,7 +518,7 @@ def test_exit_codes_are_the_verifiers_own_affair(court: Court) -> None:
 
 
 def test_a_verifier_that_fails_once_is_asked_again(court: Court) -> None:
-    """The world that nobody touched is asked first, and remembered for the task."""
+    """On a failure, the verifier runs in an untouched sandbox first; the result is remembered for the task."""
     script = "[ -e broken ] && exit 1\n" + ANSWERED
     for _ in range(2):
         assert court.judge(task_of(script, task_id="again"), "touch broken").parts["verified"] == 0.0

@@ -52,7 +52,7 @@ def test_in_mixed_papers_every_guarded_test_is_a_canary_by_a_coin_of_its_own() -
 
 
 def test_what_passes_anyway_or_was_seen_has_no_canary() -> None:
-    """By failing it would tell that it is one, and so would a row of the same test."""
+    """A canary there would reveal itself by failing, and so would a row of the same test."""
     others = HiddenTestPlanner(SOURCES, [*MUST_PASS[:1], *MUST_PASS[2:4], MUST_PASS[1]], 3, random.Random(1))
     assert others.guarded == {*MUST_PASS[2:4]}
     assert planner(1, idle={"tests/test_b.py::T::test_three", "tests/test_a.py::test_one"}).guarded == {MUST_PASS[2]}
@@ -61,7 +61,7 @@ def test_what_passes_anyway_or_was_seen_has_no_canary() -> None:
 
 
 def test_a_function_that_an_other_test_runs_too_has_no_canary() -> None:
-    """As the heirs of a class of tests do: what is changed for the one would fail the other."""
+    """An example is an inherited test: a change for one class would also fail the other."""
     source = "class A:\n    def test_it(self):\n        assert f(self.x) == 1\n"
     source += "    def test_more(self):\n        assert g() == 2\n"
     nodes = ["a.py::B::test_it", "a.py::B::test_more", "a.py::A::test_it"]

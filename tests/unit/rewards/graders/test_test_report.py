@@ -1,4 +1,4 @@
-"""The reporter in a real pytest: what it marks, and what printing, dying and lying do to that."""
+"""The reporter in a real pytest: its marks, and the effect of printing, dying and lying tests."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(sandbox: Path, paths: list[str], nodes: list[str], environment: dict[str, str] | None = None) -> Report:
-    """What is heard of a run of pytest."""
+    """The parsed report of a pytest run."""
     run = HiddenTestRun(command=(sys.executable, "-m", "pytest"), paths=paths)
     for name, text in run.files.items():
         (sandbox / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Alarms: a judge that is another one, or agrees less."""
+"""Alarms when the judge is another one or agrees less with people."""
 
 from random import Random
 
@@ -8,7 +8,7 @@ from etude.rewards.judge.calibration import AgreementWatch, IdentityWatch
 
 
 def checks_until_alarm(rate: float, really: float, rng: Random, most: int) -> int:
-    """How many items are judged again before an alarm."""
+    """The number of items judged again before an alarm."""
     watch = AgreementWatch(rate)
     return next((n for n in range(1, most) if watch.observe(hit=rng.random() < really)), most)
 

@@ -1,4 +1,4 @@
-"""What may be spent."""
+"""Budgets of judges."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Texts that try to talk their judge round: to whoever reads what stands outside of the bars, none says anything."""
+"""Texts that try to instruct their judge: none is outside of the marked lines of data."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ QUOTED = "perfectly plain"
 
 
 def outside(messages: Sequence[Message]) -> str:
-    """All that is not data."""
+    """The text of the messages without the marked lines of data."""
     lines = "\n".join(message["content"] for message in messages).split("\n")
     return "\n".join(line for line in lines if not line.startswith(BAR))
 
@@ -51,12 +51,12 @@ def test_the_nonce_is_not_before_the_text() -> None:
 
 
 def expected(call: JudgeCall) -> str:
-    """What stands outside, with the numbers that are drawn for each call taken out."""
+    """The text outside of the marked lines, with the random numbers of each call removed."""
     return re.sub("[0-9a-f]{32}", "#", outside(call.messages))
 
 
 def obedient(call: JudgeCall) -> str:
-    """A judge that does what it is told outside of the bars: any word there that is not ours buys the best score."""
+    """A judge that follows any instruction outside of the marked lines: a foreign word there gives the best score."""
     ours = expected(JudgeCall(messages=questions("", QUOTED), schema={}, max_tokens=1, temperature=0, seed=0))
     return verdict(call.messages[-1]["content"], 2 if expected(call) == ours else 5)
 

@@ -1,4 +1,4 @@
-"""Whatever a text is, behind its bars it is data."""
+"""Every line of a guarded text is marked as data."""
 
 import re
 import unicodedata

@@ -1,4 +1,4 @@
-"""What is a vote and what is not."""
+"""Judge replies that are valid votes, and replies that are not."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a judge adds to a reward, and hints of a judge."""
+"""A judge's parts of a reward, and its hints."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ def test_a_part_without_a_verdict_is_missing_and_not_zero() -> None:
 
 
 def test_what_most_votes_cannot_tell_is_worth_the_least() -> None:
-    """Else gibberish would be a way out of every verdict."""
+    """Otherwise a policy could avoid a verdict with gibberish."""
     params = JudgeParams(model="m", votes=3, temperature=0.7)
     assert parts_of(court(scoring(None, 5, None), params=params), [style_rubric()], "xyzzy") == BESIDE | {"style": 0.0}
     assert parts_of(court(scoring(None, 5, 5), params=params), [style_rubric()], "xyzzy") == BESIDE | {"style": 1.0}

@@ -1,4 +1,4 @@
-"""The judge itself, over endpoints that do as a test says."""
+"""The judge itself, with scripted endpoints."""
 
 import asyncio
 from dataclasses import replace
@@ -19,7 +19,7 @@ THREE = JudgeParams(model="m", votes=3, temperature=0.7)
 
 
 class Down:
-    """Answers nothing until told to; implements ``ChatEndpoint``."""
+    """An endpoint that is down until it gets replies; implements ``ChatEndpoint``."""
 
     trouble = "scripted"
 
@@ -141,7 +141,7 @@ def test_what_it_may_cost_is_set_aside_before_the_call() -> None:
 
 
 class Counting(Scripted):
-    """Takes a while over each call, and a token for every four bytes; knows how many were under way at once."""
+    """A slow endpoint that counts one token per four bytes, and records the number of concurrent calls."""
 
     def __init__(self) -> None:
         super().__init__(lambda call: verdict(call.messages[-1]["content"], 3))

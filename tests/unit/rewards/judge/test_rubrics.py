@@ -1,4 +1,4 @@
-"""What a rubric is, and what is none."""
+"""Valid and invalid rubrics."""
 
 import pytest
 

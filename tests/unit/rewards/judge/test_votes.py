@@ -1,4 +1,4 @@
-"""From votes to a verdict."""
+"""The verdict from votes."""
 
 from statistics import median
 

@@ -1,4 +1,4 @@
-"""Answers of a session: the newest of each turn and span, and silence where nothing was said."""
+"""Answers of a session: the newest for each turn and span, and none where the user gave none."""
 
 from random import Random
 

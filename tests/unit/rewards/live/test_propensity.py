@@ -1,7 +1,7 @@
-"""Estimates of silence, against a population of which everything is known.
+"""Estimates for missing answers, on a population with known true values.
 
-Who answers depends on what can be seen of a session, and what they would say depends on the same: happy users of short
-sessions like to say so. Truth is the mean over all sessions, of those who never say anything, too.
+Both the probability of an answer and its value depend on visible properties of a session: happy users of short sessions
+answer more often. The truth is the mean over all sessions, including users who never answer.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ SESSIONS = 3000
 
 
 def population(seed: int) -> tuple[list[ObservedSession], Array]:
-    """Sessions with the answers that were given, and what everybody would have said [N]."""
+    """Sessions with the given answers, and the answer that every user would have given [N]."""
     rng = np.random.default_rng(seed)
     hard_N = rng.integers(0, 3, SESSIONS)
     lengths_N = rng.lognormal(4.0 + 0.3 * hard_N, 0.5, SESSIONS).astype(int) + 1
@@ -101,7 +101,7 @@ def test_one_right_model_is_enough_and_the_bias_of_the_rest_is_what_is_said(
 
 
 def test_an_estimate_knows_nothing_of_its_own_user() -> None:
-    """Everything that one user says now is turned around: what was expected of them, and the chance, stay."""
+    """Other answers of a user change neither the expected answer of that user nor its probability."""
     sessions, _ = population(0)
     user = sessions[0].observation.user
 

@@ -1,4 +1,4 @@
-"""Every detector meets cheats, which it must see, and honest work that looks alike, which it must not."""
+"""Every detector on cheats, which it must detect, and on similar honest work, which it must not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Findings: where they stand, what they know of the task, and that there are never too many."""
+"""Findings: their places, their knowledge of the task, and a bound on their number."""
 
 import time
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_findings_are_bounded() -> None:
     "step", ["_pytest.a", "<<A\n", "open(", "TestReport ", "a;", "$(", "/proc/self/", "grep reward "]
 )
 def test_no_text_takes_long(step: str) -> None:
-    """Whoever is looked at chooses the text; none shall hold up the run."""
+    """The observed agent chooses the text, so no text may make the detectors slow."""
 
     def cost_s(size: int) -> float:
         text = step * (size // len(step))

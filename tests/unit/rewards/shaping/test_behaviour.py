@@ -1,4 +1,4 @@
-"""How an agent behaved: each term on rollouts that deserve it and on ones that only look alike."""
+"""Behaviour of an agent: each term on rollouts that deserve it and on similar ones that do not."""
 
 import math
 import sysconfig

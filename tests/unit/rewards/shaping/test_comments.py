@@ -1,4 +1,4 @@
-"""Program text taken apart: what is for machines and what is for people."""
+"""Comments in program text: those for machines and those for people."""
 
 import sysconfig
 import time

@@ -1,4 +1,4 @@
-"""What counts as effort, and what it costs."""
+"""Effort: what is counted, and its cost."""
 
 import math
 
@@ -16,7 +16,7 @@ THOUGHT = 99
 
 
 def turn(prompt: int, completion: list[int], after: Turn | None = None) -> Turn:
-    """A turn whose context has ``prompt`` tokens, that of ``after`` and its reply among them."""
+    """A turn with a context of ``prompt`` tokens, which begins with the context and reply of ``after``."""
     stored = [] if after is None else [*after.prompt_ids, *after.completion_ids]
     return Turn(
         prompt_ids=np.array([*stored, *[0] * (prompt - len(stored))], np.int32),

@@ -1,4 +1,4 @@
-"""Which turns get a hint: those that made the mistake, the earliest, one hint each."""
+"""Selection of turns for hints: the earliest turns with the mistake, one hint each."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ STYLE = Rule.of(HintRule(name="style", where="said", pattern=r"^edit \S+:[0-9]",
 
 
 def session(*pairs: str) -> list[Turn]:
-    """A conversation that grows: what was heard and said, turn after turn; every letter is a token."""
+    """A growing conversation: prompt and reply of each turn; every letter is a token."""
     context, turns = "", []
     for heard, text in zip(pairs[::2], pairs[1::2], strict=True):
         context += heard

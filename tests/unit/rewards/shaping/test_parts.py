@@ -1,4 +1,4 @@
-"""The parts of a reward: whether they fit their sources, and what a run may not change."""
+"""The parts of a reward: errors of sources, and changes that a run may not make."""
 
 from typing import Any
 

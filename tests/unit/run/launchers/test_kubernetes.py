@@ -1,4 +1,4 @@
-"""Manifests are what Kubernetes takes, by its own schemas, and say what the fleet says; no secret is in them."""
+"""Manifests are valid by Kubernetes' own schemas, match the fleet, and contain no secret."""
 
 import shutil
 import subprocess
@@ -49,7 +49,7 @@ def manifests() -> dict[str, list[Manifest]]:
 
 
 def validate(manifest: Manifest) -> None:
-    """Raise for what a cluster would refuse: wrong types, missing and unknown fields."""
+    """Raise for a manifest that a cluster would refuse: wrong types, missing and unknown fields."""
     match manifest["kind"]:
         case "JobSet":
             JobsetV1alpha2JobSet.from_dict(manifest)

@@ -1,4 +1,4 @@
-"""Archives carry what they were given, and nothing that would leave the folder it is unpacked in."""
+"""Archives contain the given files, and none that would leave the folder in which they are unpacked."""
 
 import io
 import tarfile

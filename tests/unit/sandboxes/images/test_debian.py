@@ -1,4 +1,4 @@
-"""Base systems: recipes and what of them is stored; the build itself takes minutes and is proved by what boots."""
+"""Base systems: their recipes and stored form; the build itself takes minutes and is tested by booting it."""
 
 from pathlib import Path
 

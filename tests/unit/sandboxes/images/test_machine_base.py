@@ -1,4 +1,4 @@
-"""The files around the machine's own programs: what programs need, and nothing that is the machine's alone."""
+"""The files around the machine's own programs: what programs need, and nothing private to the machine."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Where control groups are, on machines of both versions, and what is written there."""
+"""Control groups on machines of both versions: where they are, and what is written there."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +84,7 @@ def test_groups_of_the_living_and_of_strangers_are_not_swept(tmp_path: Path) -> 
 
 @pytest.fixture
 def hierarchy() -> Hierarchy:
-    """A real one, in which groups can be made."""
+    """A real hierarchy in which groups can be made."""
     texts = (Path("/proc/self", name).read_text() for name in ("mountinfo", "cgroup"))
     by_controller = writable(find_hierarchies(*texts), launcher_name(os.getpid()))
     if not by_controller:

@@ -1,4 +1,4 @@
-"""Where the places that may be reached are inside."""
+"""Addresses inside a sandbox of the places that it may reach."""
 
 import ipaddress
 

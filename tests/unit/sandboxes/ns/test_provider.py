@@ -1,6 +1,6 @@
-"""What namespace sandboxes hold to beyond the contract: they leak nothing, and nothing of them is left.
+"""Namespace sandboxes beyond the contract: they leak nothing and leave nothing behind.
 
-However they end: a provider, launcher or first process that is killed, daemons, what a command prints for ever.
+The tests end them in many ways: a killed provider, launcher or first process, daemons, commands that print for ever.
 """
 
 import asyncio
@@ -618,11 +618,11 @@ def test_cancelled_copies_leave_nothing() -> None:
 
 
 def grown(before: Sequence[int], now: Sequence[int]) -> list[int]:
-    """By how much counts are more than before: what was still being removed then is no fault when it is gone."""
+    """Increases of counts; a decrease is no fault, as something was still being removed before."""
     return [later - earlier for earlier, later in zip(before, now, strict=True) if later > earlier]
 
 
 def groups(launcher: int | None) -> list[Path]:
-    """The control groups of a launcher; ``os.walk`` passes over those of others that vanish meanwhile."""
+    """The control groups of a launcher; ``os.walk`` skips groups of others that vanish meanwhile."""
     walk = os.walk("/sys/fs/cgroup")
     return [Path(parent) / name for parent, names, _ in walk for name in fnmatch.filter(names, f"etude-*-{launcher}-*")]

@@ -1,4 +1,4 @@
-"""The filter of system calls, run by a small machine of our own: what it refuses, and how."""
+"""The filter of system calls, run by a small interpreter: which calls it refuses, and how."""
 
 import errno
 import re
@@ -34,7 +34,7 @@ HEADERS = {
 
 
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None, shared: bool = False) -> int:
-    """What the program says of a call."""
+    """The filter's verdict on a system call."""
     program = list(struct.iter_unpack("<HBBI", filter_program(machine, shared=shared)))
     numbers = AUDIT_ARCHITECTURES[machine] if architecture is None else architecture
     data = struct.pack("<IIQ6Q", number, numbers, 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6])

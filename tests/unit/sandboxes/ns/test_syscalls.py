@@ -1,4 +1,4 @@
-"""Children that are lists of system calls: what they do, what is known of them afterwards, on each processor."""
+"""Child processes that are lists of system calls: their effects, and their results on each processor."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ HEADERS = {
 
 
 def execute(calls: CallList, *argv: str) -> None:
-    """Add what becomes a program, or ends with 127."""
+    """Add calls that execute a program, or exit with 127."""
     arguments = strings([text.encode() for text in argv])
     calls.add("execve", argv[0].encode(), arguments, strings([b"A=b"]), traits=MAY_FAIL)
     calls.add("exit_group", 127)
@@ -127,7 +127,7 @@ def test_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
     shutil.which("qemu-aarch64") is None, reason="qemu-aarch64 is not installed: apt-get install qemu-user"
 )
 def test_the_code_for_the_other_processor_plays_a_list(tmp_path: Path) -> None:
-    """A static program whose start calls ``play`` with a list that writes, and ends."""
+    """A static program whose start calls ``play`` with a list that writes, and exits."""
     code, start = machine_code("aarch64"), 0x400000 + 120
     stub_bytes = 4 * 9
     table = start + stub_bytes + len(code)

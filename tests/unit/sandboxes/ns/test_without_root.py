@@ -1,4 +1,4 @@
-"""Namespaces made by a user who is not root: what still holds there."""
+"""Namespaces made by a user who is not root: the guarantees that remain."""
 
 import os
 import subprocess
@@ -70,7 +70,7 @@ GLIMPSES = 300
 
 @pytest.fixture
 def common() -> Iterator[Path]:
-    """A folder that another user may write to; those of pytest are its own user's alone."""
+    """A folder that every user may write to; pytest's folders belong to their own user."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         yield Path(folder)
@@ -92,7 +92,7 @@ def test_no_command_opens_the_memory_of_a_process_that_will_be_one(common: Path)
 
 
 def run_without_root(script: str, scratch: Path, *arguments: str) -> str:
-    """What a script prints that is run by a user who is not root."""
+    """Output of a script that runs as a user who is not root."""
     python = interpreter_for_anybody()
     if python is None:
         pytest.skip("no interpreter with our packages can be reached by another user")
@@ -103,7 +103,7 @@ def run_without_root(script: str, scratch: Path, *arguments: str) -> str:
 
 
 def interpreter_for_anybody() -> list[str] | None:
-    """How another user runs a Python with étude, if one can."""
+    """The command by which another user runs a Python with étude, or ``None``."""
     places = [str(Path(etude.__file__).parents[1]), *(path for path in sys.path if path.endswith("site-packages"))]
     for python in (sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"):
         argv = ["env", "PYTHONDONTWRITEBYTECODE=1", f"PYTHONPATH={':'.join(places)}", python]

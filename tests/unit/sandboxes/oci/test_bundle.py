@@ -1,4 +1,4 @@
-"""What the runtime and the shell are told: nothing of a path is taken for something else."""
+"""The runtime's bundle and the shell commands: no character of a path is interpreted."""
 
 import shlex
 import subprocess

@@ -1,4 +1,4 @@
-"""What a gVisor sandbox wrote becomes a layer without leaving it."""
+"""Snapshots of OCI sandboxes: a link above one of the machine's folders is refused before anything changes."""
 
 from pathlib import Path
 

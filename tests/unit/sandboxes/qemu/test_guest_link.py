@@ -18,7 +18,7 @@ Scenario = Callable[[GuestLink, "Peer"], Awaitable[None]]
 
 
 class Peer:
-    """An agent that says what a test wants."""
+    """A guest agent with scripted messages."""
 
     def __init__(self, port: socket.socket) -> None:
         self.port = port

@@ -1,4 +1,4 @@
-"""The initial RAM disk: an archive as the kernel reads it, modules after what they need, code that runs alone."""
+"""The initial RAM disk: an archive that the kernel reads, modules in dependency order, code without other imports."""
 
 import ast
 import os
@@ -58,7 +58,7 @@ def test_the_agents_code_imports_nothing_but_itself_and_the_standard_library() -
 
 
 def imported(node: ast.AST) -> list[str]:
-    """What an import names: modules, and what is taken out of them."""
+    """The names in an import: modules, and names imported from them."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []

@@ -1,4 +1,4 @@
-"""The memory of a copy: the file it was mapped from with exactly what it changed, holes left alone."""
+"""The memory of a copied machine: the mapped file with exactly its changes, without filling holes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What was written in a virtual machine becomes a layer, and nothing else than a layer."""
+"""Files written in a virtual machine become a layer with nothing else in it."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What only virtual machines do: copies in the middle of things, identities, an end with their provider."""
+"""Features of virtual machines only: copies at any moment, identities, an end with their provider."""
 
 import asyncio
 import os

@@ -70,7 +70,7 @@ class Host:
         self.port = await self._listening.enter_async_context(listening(self.server.app(), self.port, shutdown_s=0.1))
 
     async def leave(self) -> None:
-        """Listen no more, and close what is open."""
+        """Stop listening, and close open connections."""
         await self._listening.aclose()
 
     def _memory(self) -> MachineMemory:

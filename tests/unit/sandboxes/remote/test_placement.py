@@ -1,5 +1,6 @@
-"""Who has no room gets nothing; images come back to where they were; the same facts give the same host, namely that of
-the plain rule, which walks all hosts.
+"""Placement of sandboxes on hosts, compared with a plain rule that walks over all hosts.
+
+A full host gets nothing, images return to their hosts, and the same facts give the same host.
 """
 
 from collections import Counter
@@ -56,7 +57,7 @@ def image_order(image: str, hosts: Sequence[str]) -> list[str]:
 
 
 class Model(RuleBasedStateMachine):
-    """The same, told by what each host said last and what was placed there since."""
+    """Compares the table with a model of each host's last report and the placements since."""
 
     def __init__(self) -> None:
         super().__init__()

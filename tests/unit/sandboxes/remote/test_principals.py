@@ -1,4 +1,4 @@
-"""What the operator of a server of sandboxes says of its clients: read strictly, and nothing is allowed by itself."""
+"""The settings of a sandbox server's clients: read strictly, and nothing is allowed by default."""
 
 from pathlib import Path
 

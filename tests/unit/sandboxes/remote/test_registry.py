@@ -1,4 +1,4 @@
-"""What is held is counted, renewed and in the end given up, whatever order things happen in."""
+"""The registry of leased sandboxes: counted, renewed and expired correctly, for events in any order."""
 
 import pytest
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ helds = st.builds(RegisteredSandbox, st.sampled_from(["a", "b"]), st.sampled_fro
 
 
 class Model(RuleBasedStateMachine):
-    """The same, told by a dictionary of when each was last asked for."""
+    """Compares the registry with a dictionary of the time of each sandbox's last request."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""No key, no entry; a lost client loses nothing but its sandboxes; both ends refuse what they do not know."""
+"""The sandbox server: no access without a key, a lost client's sandboxes are removed, unknown messages are refused."""
 
 import asyncio
 import hashlib
@@ -161,7 +161,7 @@ def test_a_client_that_is_there_keeps_its_sandboxes() -> None:
 
 
 class Slow(FakeSandboxes):
-    """Makes none before it is told to go on."""
+    """Creates no sandbox until it may ``go_on``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ def test_the_sandboxes_of_a_key_are_counted_and_forks_with_them() -> None:
 
 
 def against(answer: Callable[[web.Request], Awaitable[web.Response]], path: str) -> None:
-    """Let a client create, and use, a sandbox of a server that answers one path on its own."""
+    """Create and use a sandbox of a server that gives its own answer for one path."""
 
     async def lie(request: web.Request) -> web.Response:
         if request.path.endswith(path):

@@ -1,4 +1,4 @@
-"""The audit: blind where there is nothing to see, and quick to name what there is."""
+"""The audit: finds nothing where there is no difference, and names a difference where there is one."""
 
 from collections.abc import Callable
 from dataclasses import replace

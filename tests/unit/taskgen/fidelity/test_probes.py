@@ -1,4 +1,4 @@
-"""What worlds say of themselves: every question answered, the same way twice, and differences said plainly."""
+"""Probes of sandboxes: every property is read, repeatably, and differences are named clearly."""
 
 import asyncio
 

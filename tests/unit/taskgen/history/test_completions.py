@@ -1,4 +1,4 @@
-"""A model that knows a suite's tests by heart, and one that merely writes good Python."""
+"""Detects a model that memorised a suite's tests, and accepts one that writes ordinary Python."""
 
 import pytest
 from hypothesis import given

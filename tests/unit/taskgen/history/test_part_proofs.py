@@ -1,4 +1,4 @@
-"""The verdict on a part of a change whose tests do not tell it from what was before."""
+"""The verdict on a part of a change whose tests pass without it."""
 
 from dataclasses import replace
 from pathlib import Path

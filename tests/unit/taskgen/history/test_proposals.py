@@ -1,4 +1,4 @@
-"""What a change is asked for as: a commit's subject in a user's words, a release's new names."""
+"""The text of a task made from a change: a commit's subject in a user's words, or a release's new names."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""One function of a release with what it needs, cut out of all that the release changed."""
+"""One function of a release with its dependencies, extracted from all changes of the release."""
 
 from etude.taskgen.history.changed_files import ChangedFiles
 from etude.taskgen.history.proposals import Proposal, asked_by_tests, note_on, release_notes

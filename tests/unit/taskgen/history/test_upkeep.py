@@ -1,4 +1,4 @@
-"""Which tasks are retired and why, and what stands in training texts."""
+"""Retired tasks and the reasons, and tasks that are found in training texts."""
 
 from pathlib import Path
 

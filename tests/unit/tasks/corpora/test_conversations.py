@@ -1,4 +1,4 @@
-"""Conversations: loss on the assistant's tokens alone, bad lines refused by number, every line once an epoch."""
+"""Conversations: loss only on the assistant's tokens, bad lines refused by number, every line once an epoch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ def jinja(template: str) -> JinjaFormat:
 
 
 def learnt(document: Document, chat: ChatFormat) -> list[str]:
-    """What is learnt, run by run."""
+    """The trained parts of a document as texts."""
     runs: list[list[int]] = [[]]
     for token_id, weight in zip(document.token_ids.tolist(), document.weights.tolist(), strict=True):
         if weight == 1:

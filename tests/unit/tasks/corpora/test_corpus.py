@@ -1,4 +1,4 @@
-"""What mid-training makes itself: decided by the seed, document by document, and held out by template."""
+"""Mid-training's own documents: determined by the seed, document by document, and held out by template."""
 
 from etude.config.tasks import BugfixOptions
 from etude.tasks.bugfix import BugfixFamily

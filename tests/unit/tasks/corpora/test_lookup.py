@@ -1,4 +1,4 @@
-"""What mid-training reads of the lookup family is what a rollout says: to the letter, and cut at the same places."""
+"""Mid-training's documents of the lookup family equal the text of rollouts, and are divided at the same places."""
 
 import asyncio
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ CHAT = ChatTemplate.train(tokenizer_texts(demonstrations(), seed=0), RECIPE.mode
 
 
 class Reciter(ScriptedModel):
-    """Says what the imitated agent said, as long as it is asked what that one was asked; counts tokens as a gateway."""
+    """Repeats the imitated agent's replies to the same prompts; counts tokens like a gateway."""
 
     def __init__(self, contexts: Sequence[Sequence[Message]]) -> None:
         super().__init__(lambda messages: "")
@@ -68,7 +68,7 @@ class Reciter(ScriptedModel):
 
     @property
     def left(self) -> int:
-        """Turns that nobody asked for."""
+        """The number of turns that were not requested."""
         return len(self._turns)
 
 

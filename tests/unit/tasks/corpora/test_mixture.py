@@ -1,4 +1,4 @@
-"""A mixture holds its shares exactly, and a stream goes on anywhere as if it had never stopped."""
+"""A mixture has exactly its shares, and a stream can resume at any place."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +15,7 @@ from etude.types import Document, Split
 
 @dataclass(frozen=True)
 class Numbered:
-    """Documents whose tokens say whose they are and which."""
+    """Documents whose tokens name their source and number."""
 
     mark: int
     longest: int = 9

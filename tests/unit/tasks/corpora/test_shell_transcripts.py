@@ -1,4 +1,4 @@
-"""Transcripts of an agent with a shell: every observation is what the command really prints, in the harness's words."""
+"""Transcripts of an agent with a shell: every observation is the command's real output, in the harness's format."""
 
 import re
 import subprocess
@@ -87,7 +87,7 @@ def test_transcripts_have_the_roles_of_a_conversation() -> None:
 
 
 def test_answer_lines_need_no_quoting() -> None:
-    """They are the text of a ``sed`` command between single quotes."""
+    """The lines are text of a ``sed`` command in single quotes."""
     for kind in KINDS.values():
         for template in kind.templates:
             for naming in kind.namings:

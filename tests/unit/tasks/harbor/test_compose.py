@@ -1,4 +1,4 @@
-"""Services of a task folder: what is read of a compose file, what is refused by name, and that they run."""
+"""Services of a task folder: read from a compose file, refused by name, and run."""
 
 import asyncio
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Which Dockerfiles need no image, and what they say."""
+"""Dockerfiles that need no image, and their meaning."""
 
 import pytest
 

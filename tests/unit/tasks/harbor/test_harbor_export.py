@@ -1,4 +1,4 @@
-"""Our tasks in Harbor's format: they come back as they were, and grade as they did."""
+"""étude's tasks in Harbor's format: read back unchanged, with the same grades."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A folder of Harbor tasks as a family: which task is on which side, and what becomes of broken ones."""
+"""A folder of Harbor tasks as a family: the split of each task, and the handling of broken ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The table of Harbor's features: complete, of what the reader reads, and the page that shows it."""
+"""The table of Harbor's features is complete, matches the reader, and is shown on its page."""
 
 from pathlib import Path
 

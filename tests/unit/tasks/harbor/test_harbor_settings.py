@@ -1,4 +1,4 @@
-"""``task.toml``: what is held to is read, what would change the task is refused by name."""
+"""``task.toml``: supported keys are read, and keys that would change the task are refused by name."""
 
 import pytest
 

@@ -26,7 +26,7 @@ def server(postgresql: None) -> Iterator[Path]:
 
 
 def setup_of(task: Task) -> str:
-    """What the agent's database is made from."""
+    """The setup of the agent's database."""
     assert task.environment is not None
     (service,) = task.environment.services
     assert service.kind is ServiceKind.POSTGRES
@@ -53,7 +53,7 @@ def test_the_reference_is_right_and_neither_nothing_nor_a_mistake_is(
 
 @pytest.mark.parametrize(("kind", "variant"), TEMPLATES, ids=lambda value: getattr(value, "name", value))
 def test_both_databases_show_the_same_oddities(kind: MigrationKind, variant: str) -> None:
-    """Else a right migration could not be told from the rows that the agent may look at."""
+    """Otherwise the agent's rows would not show all cases that a right migration must handle."""
     for seed in range(20):
         problem = kind.write(variant, Random(seed))
         assert problem.seen != problem.unseen

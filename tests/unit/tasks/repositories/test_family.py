@@ -1,4 +1,4 @@
-"""Brief tasks: one line, asked for in a line; and nothing of a held-out function in what a model learns from."""
+"""Brief tasks: one line of code, requested in one line; a held-out function is in no training text."""
 
 import sysconfig
 from pathlib import Path
@@ -32,7 +32,7 @@ PATH = "pkg/calc.py"
 
 
 def prefix_for(required: dict[str, Split]) -> str:
-    """A module whose functions lie on the sides of the hold-out that a test wants."""
+    """A module name that puts its functions on the required sides of the hold-out."""
     return next(
         module
         for module in (f"pkg:pkg.calc{number}" for number in range(10_000))

@@ -1,4 +1,4 @@
-"""Every planted bug compiles, changes the program and lies inside of its function."""
+"""Every planted bug compiles, changes the program, and is inside of its function."""
 
 import ast
 import textwrap

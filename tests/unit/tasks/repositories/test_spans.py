@@ -1,4 +1,4 @@
-"""Edits land exactly where the syntax tree says, whatever characters and line ends are before them."""
+"""Edits are made exactly where the syntax tree says, for all characters and line ends before them."""
 
 import ast
 

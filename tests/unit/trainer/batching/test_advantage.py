@@ -1,4 +1,4 @@
-"""Baselines against their formulas, and what they do to the gradient, exactly: summed over all that can be drawn.
+"""Baselines compared with their formulas, and their exact effect on the gradient, summed over all possible draws.
 
 The policy of these tests is a softmax over three arms with a reward each; J is its expected reward.
 """
@@ -44,7 +44,7 @@ def test_leave_one_out_is_unbiased_and_the_mean_short_by_one_in_g(size: int) -> 
 
 
 def test_division_by_the_deviation_may_point_the_other_way() -> None:
-    """An arm that is worse than the mean is made likelier: one reason why it is not the default."""
+    """An arm that is worse than the mean becomes more likely: one reason why this is not the default."""
     result = expected_gradient(3, lambda rewards: group_advantages(rewards, "mean_std").astype(np.float64))
     assert (np.sign(result) != np.sign(SLOPE)).tolist() == [False, True, False]
 
@@ -111,7 +111,7 @@ def test_advantages_keep_the_size_of_the_difference() -> None:
 @pytest.mark.parametrize("weight", [1e-1, 1e-3, 1e-6])
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_a_penalty_keeps_its_size_where_rewards_are_equal(baseline: Baseline, weight: float, size: int) -> None:
-    """It is compared like a reward and never divided: a millionth of it teaches a millionth."""
+    """A penalty is compared like a reward but never divided: a millionth of it has a millionth of the effect."""
     costs_G = np.linspace(0, 1, size)
     result = group_advantages(np.ones(size, np.float32), baseline, weight * costs_G)
     share = size / (size - 1) if baseline == "leave_one_out" else 1.0

@@ -48,7 +48,7 @@ def test_every_baseline_has_something_to_say_of_few_sessions(name: str, count: i
 
 
 def bias_of(baseline: Callable[..., Values], batches: int = 120) -> float:
-    """The mean error of the gradient, in units of what chance leaves of it."""
+    """The mean error of the gradient, in units of its standard error."""
     population = Population.draw(np.random.default_rng(0), moving=False)
     gradients = []
     for batch in range(batches):
@@ -123,7 +123,7 @@ SIMULATED = Group(
 
 
 def own(present: list[ValuedSession], earlier: list[ValuedSession]) -> Values:
-    """A baseline of somebody's own: the mean of all earlier sessions."""
+    """A user's own baseline: the mean of all earlier sessions."""
     return np.full(len(present), np.mean([one.value for one in earlier]) if earlier else 0.0)
 
 

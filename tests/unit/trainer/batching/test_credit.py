@@ -1,4 +1,4 @@
-"""What turns are credited with: sums over every group that can be played, against the gradient that is to come out.
+"""Credit of turns: sums over every possible group, compared with the expected gradient.
 
 Claims of docs/credit.md about expectations are checked here without any noise; faults are planted, to see that the sums
 would show them.
@@ -212,7 +212,7 @@ def test_every_kind_is_finite_and_blind_to_the_order_of_rollouts(
 @pytest.mark.parametrize("reward", [0.1, 0.7, -1.3])
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_rollouts_that_are_alike_teach_nothing(reward: float, size: int) -> None:
-    """Not even a rounding error: a group that teaches nothing is left out of the batch."""
+    """No rounding error remains: a group without a signal is left out of the batch."""
     rollouts = [replace(STOP_OR_GO.rollout((1, 1, 0), slot), reward=reward) for slot in range(size)]
     for config in (DISCOUNTED, SHAPED, SHARED):
         credited = turn_credits(rollouts, np.full(size, reward, np.float32), config)

@@ -1,4 +1,4 @@
-"""Rollouts that begin as one: what they share and what they are compared with, summed over all that can be played.
+"""Rollouts with a shared beginning: what they share and are compared with, summed over all possible games.
 
 As in ``test_credit.py``, without any noise, and with every fault planted that docs/credit.md warns of.
 """
@@ -45,7 +45,7 @@ FORKS: dict[str, Callable[[Moves], bool]] = {
 
 @pytest.mark.parametrize("name", FORKS)
 def test_what_begins_as_one_is_trained_as_if_it_had_not(name: str) -> None:
-    """Four rollouts are worth four, whatever they share, and the rule by which they part has no say in it."""
+    """Four rollouts count as four, however much they share, and independent of the rule that chooses the fork."""
     expecteds = TRUTH
     np.testing.assert_allclose(expected(FORKS[name], credit(SHARED)), 4 * expecteds, atol=1e-6)
     np.testing.assert_allclose(expected(FORKS[name], credit(SHARED, "mean")), 3 * expecteds, atol=1e-6)

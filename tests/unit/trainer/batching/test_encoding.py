@@ -1,4 +1,4 @@
-"""Trajectories come back from bytes as they were, field by field and bit by bit."""
+"""Trajectories are read back from bytes exactly, field by field."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""How a batch is cut: nothing lost, nothing twice, nothing too large, and nobody has much more to do than another."""
+"""Division of a batch: nothing lost or duplicated, no pass too large, and similar work for all ranks."""
 
 import math
 from itertools import pairwise, product

@@ -1,4 +1,4 @@
-"""What a step trains on, and what it counts about the rest."""
+"""The content of a step's batch, and its counts of everything else."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def quarantined(rollout: Rollout) -> Rollout:
 
 
 def test_a_quarantined_rollout_is_neither_trained_on_nor_compared_with() -> None:
-    """Its slot was a draw like the others': with two of three compared, 2/3 of the leave-one-out advantages ±1."""
+    """Its slot was a draw like the others: with two of three compared, advantages are 2/3 of leave-one-out's ±1."""
     suspect = quarantined(rollout(0, 2, 0.0, [4, 4, 4]))
     batch = build_batch(5, [replace(MIXED, rollouts=(*MIXED.rollouts, suspect)), ALIKE])
     plain = build_batch(5, [MIXED, ALIKE])
@@ -95,7 +95,7 @@ def test_the_baseline_is_chosen_by_name() -> None:
 
 
 def test_a_group_that_lost_rollouts_weighs_what_it_was_planned_to() -> None:
-    """Two of four are there, and one more that is quarantined: 3/4 of the leave-one-out advantages, times 4/3."""
+    """Two of four are there, and one is quarantined: 3/4 of the leave-one-out advantages, times 4/3."""
     rollouts = (*MIXED.rollouts, quarantined(rollout(0, 2, 0.0, [4])))
     batch = build_batch(5, [replace(MIXED, rollouts=rollouts, lost=1)])
     assert [float(t.advantages[1]) for t in batch.trajectories] == [1.0, -1.0]
@@ -103,7 +103,7 @@ def test_a_group_that_lost_rollouts_weighs_what_it_was_planned_to() -> None:
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_what_was_lost_counts_in_the_normaliser_like_what_is_there(lost: int) -> None:
-    """Of groups with a signal: MIXED has 4 tokens of 2 rollouts."""
+    """Only groups with a signal count: MIXED has 4 tokens in 2 rollouts."""
     batch = build_batch(5, [replace(MIXED, lost=lost), replace(ALIKE, lost=1), MIXED])
     assert (batch.num_loss_tokens, len(batch.trajectories)) == (8, 4)
     assert (batch.num_lost_tokens, batch.num_lost_trajectories) == (2.0 * lost, lost)
@@ -111,7 +111,7 @@ def test_what_was_lost_counts_in_the_normaliser_like_what_is_there(lost: int) ->
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 3.0])
 def test_a_group_counts_by_its_importance_weight_in_advantages_and_in_the_normaliser(weight: float) -> None:
-    """Σ w A / Σ w: groups of one weight alone make the step that they would make without it."""
+    """Σ w A / Σ w: if all groups have the same weight, the step is the one without weights."""
     plain, batch = build_batch(5, [MIXED, ALIKE]), build_batch(5, [replace(MIXED, weight=weight), ALIKE])
     for one, other in zip(plain.trajectories, batch.trajectories, strict=True):
         assert (one.advantages * weight).tolist() == other.advantages.tolist()
@@ -122,14 +122,14 @@ def test_a_group_counts_by_its_importance_weight_in_advantages_and_in_the_normal
 
 
 def later(first: Rollout, *versions: int) -> Turn:
-    """A turn that goes on from a rollout's last one."""
+    """A turn that continues a rollout's last one."""
     before = first.turns[-1]
     prompt_ids = np.concatenate([before.prompt_ids, before.completion_ids, np.array([8], np.int32)])
     return replace(rollout(0, 0, 0.0, list(versions)).turns[0], prompt_ids=prompt_ids)
 
 
 def test_a_masked_summary_counts_in_no_total() -> None:
-    """It is read by nobody who is trained, being the last turn of its context."""
+    """It is the last turn of its context, so no trained turn reads it."""
     good, bad = MIXED.rollouts
     summary = replace(later(good, 4, 4), kind=TurnKind.SUMMARY)
     groups = [replace(MIXED, rollouts=(replace(good, turns=(*good.turns, summary)), bad))]
@@ -177,7 +177,7 @@ def test_a_group_that_lost_rollouts_weighs_the_same_whatever_the_kind() -> None:
 
 
 def test_a_penalty_is_not_divided_by_a_deviation_of_rewards() -> None:
-    """All rewards of ALIKE are equal: what it is trained with is the penalty's own size, however small."""
+    """All rewards of ALIKE are equal: its advantages have the penalty's own size, however small."""
     for size in (1e-1, 1e-6):
         batch = build_batch(5, [ALIKE], "mean_std", penalties={"1.0": size})
         assert [float(t.advantages[1]) for t in batch.trajectories] == pytest.approx([-size / 2, size / 2])

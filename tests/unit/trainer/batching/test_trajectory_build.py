@@ -1,4 +1,4 @@
-"""Which turns become one trajectory, token for token."""
+"""Turns that become one trajectory, token for token."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +13,7 @@ from etude.types import NO_ROUTE, UNSAMPLED, Finish, Ids, Rollout, RolloutStatus
 
 
 def turn(prompt: list[int], completion: list[int], version: int = 0, *, routed: bool = True) -> Turn:
-    """A turn at temperature 0.5 whose every route is its version."""
+    """A turn at temperature 0.5 whose routes all equal its version."""
     read = len(prompt) + len(completion) - 1
     return Turn(
         prompt_ids=np.array(prompt, np.int32),
@@ -200,7 +200,7 @@ def plainly_branched(turns: list[Turn]) -> list[list[Turn]]:
 
 
 def in_one_memory(turns: list[Turn]) -> list[Turn]:
-    """The same turns, each prompt that begins like an earlier one a view of the array in which that lies."""
+    """The same turns; a prompt that is a prefix of another one is a view of that array."""
     buffers = sorted((one.prompt_ids for one in turns), key=len, reverse=True)
     return [
         replace(

@@ -87,7 +87,7 @@ def entropy(counts: npt.NDArray[np.integer]) -> float:
 
 
 def floor_bits(old: Numbers, new: Numbers) -> float:
-    """What positions and steps cost at least when nothing but each number's exponent class is known."""
+    """The least bits for positions and steps if only each number's exponent class is known."""
     exponents = (old >> 7) & 0xFF
     changed = old != new
     steps = steps_between(old, new)
@@ -216,7 +216,7 @@ def test_segments_of_different_lengths_are_refused() -> None:
 
 
 def attempt(body: bytes, old: Numbers, changed: int) -> "Numbers | None":
-    """What a body makes of a base, or nothing if it is refused; the base must then be what it was."""
+    """The result of applying a body to a base, or ``None`` if it is refused; the base must then be unchanged."""
     segments = cut(old, [100])
     try:
         positions = apply_body(body, segments, ELEMENTS["BF16"], changed)

@@ -1,4 +1,4 @@
-"""The range coder: against exact arithmetic on unbounded integers, and against the entropy of what it codes."""
+"""The range coder, compared with exact arithmetic on unbounded integers and with the entropy of its input."""
 
 import math
 
@@ -159,7 +159,7 @@ def test_any_mixture_of_modelled_and_plain_bits_comes_back(data: st.DataObject) 
 
 @pytest.mark.parametrize("probability", [0.001, 0.02, 0.3, 0.5])
 def test_modelled_bits_cost_their_entropy(probability: float) -> None:
-    """And what forgetting costs: a rate r makes a model waver by r / (2 ln 2) bits a decision, here 0.0028."""
+    """Forgetting costs r / (2 ln 2) bits a decision at the rate r, here 0.0028."""
     ones = np.random.default_rng(3).random(200_000) < probability
     share = float(ones.mean())
     bits = -len(ones) * (share * math.log2(share) + (1 - share) * math.log2(1 - share))

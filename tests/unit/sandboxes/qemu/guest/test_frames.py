@@ -1,4 +1,4 @@
-"""The agent's language: whatever is said arrives whole, and nonsense is an error, never a hang or a flood."""
+"""The guest agent's protocol: messages arrive whole, and invalid data is an error, never a hang or a flood."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Where the places that commands may reach are inside."""
+"""Addresses inside a virtual machine of the places that commands may reach."""
 
 from etude.sandboxes.qemu.guest.tunnels import addresses_of
 
