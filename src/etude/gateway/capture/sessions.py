@@ -28,7 +28,7 @@ TOO_MANY_SESSIONS = "as many sessions as may be are open or in the middle of a c
 """Message for a caller that requests one more session."""
 
 
-PATIENCE_S = 1.0
+MIN_WAIT_S = 1.0
 """Least time after which a caller that leaves may have left because no engine took its call."""
 
 
@@ -62,7 +62,7 @@ class QueueTime:
         if record.own_deadline:
             return
         left_the_queue = record.status == CLIENT_CLOSED and record.dispatched is None
-        has_waited = record.seconds - record.reading_s >= PATIENCE_S
+        has_waited = record.seconds - record.reading_s >= MIN_WAIT_S
         self.unserved = record.code in UNSERVED or (left_the_queue and has_waited)
         self.waited_s += (record.seconds if self.unserved else record.waited_s) - record.reading_s
 
