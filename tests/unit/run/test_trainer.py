@@ -412,3 +412,11 @@ def test_the_spread_of_a_group_and_its_rollouts_that_were_cut_are_measured() -> 
     ]
     assert group_metrics(groups, {"length": 3, "submit": 1}) == {"reward_std": 0.25, "cut_short": 0.75}
     assert group_metrics([], {}) == {}
+
+
+def test_a_quarantined_rollout_has_no_part_in_the_spread_of_its_group() -> None:
+    cheated = Verdict(disposition=Disposition.QUARANTINE, reason="test", flags=(), hacked=True, graded=1.0)
+    rollouts = [ledgers.rollout(0, slot, reward=reward) for slot, reward in enumerate((1.0, 1.0, 0.0))]
+    rollouts[2] = replace(rollouts[2], verdict=cheated)
+    group = Group(index=0, task=TASK, admitted_version=0, rollouts=tuple(rollouts))
+    assert group_metrics([group], {}) == {"reward_std": 0.0}
