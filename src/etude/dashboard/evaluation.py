@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import attrgetter
+from statistics import fmean
 from typing import Literal, TypeAlias
 
 from rich import box
@@ -141,7 +142,8 @@ def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
 
 
 def differences(before: Evaluation, after: Evaluation, measure: Measure) -> dict[str, Json]:
-    """Differences ``after`` − ``before`` as JSON, per sampling mode, over the tasks that both versions attempted.
+    """Differences ``after`` − ``before`` as JSON, per sampling mode, over the tasks that both versions attempted, with
+    the mean of each version over these.
 
     Raises :class:`~etude.errors.ConfigError` if their tasks differ.
     """
@@ -238,7 +240,7 @@ def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure:
     """Differences for ``pairs``, the attempts at each task, before and after."""
 
     def change(value: Callable[[Try], float]) -> dict[str, Json]:
-        return asdict(_paired(pairs, lambda tries: _mean(tries, value)))
+        return _paired(pairs, lambda tries: _mean(tries, value))
 
     figures_of_way: dict[str, Json] = {
         "tasks": len(pairs),
@@ -251,8 +253,11 @@ def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure:
     return figures_of_way if measure.prices is None else figures_of_way | {"cost": change(measure.prices.of)}
 
 
-def _paired(pairs: Sequence[tuple[list[Try], list[Try]]], value: Callable[[Sequence[Try]], float]) -> Estimate:
-    return difference_of(*_sides(pairs, value), _clusters([after for _, after in pairs]))
+def _paired(pairs: Sequence[tuple[list[Try], list[Try]]], value: Callable[[Sequence[Try]], float]) -> dict[str, Json]:
+    """The difference, and the mean of each version over the same tasks."""
+    before, after = _sides(pairs, value)
+    difference = difference_of(before, after, _clusters([second for _, second in pairs]))
+    return {**asdict(difference), "before": fmean(before), "after": fmean(after)}
 
 
 def _named_differences(
@@ -264,7 +269,7 @@ def _named_differences(
         having = [(_having(values, name, before), _having(values, name, after)) for before, after in pairs]
         both = [pair for pair in having if all(pair)]
         if both:
-            changes[name] = asdict(_paired(both, partial(_mean, value=_named(values, name))))
+            changes[name] = _paired(both, partial(_mean, value=_named(values, name)))
     return changes
 
 
@@ -276,7 +281,7 @@ def _pass_differences(
     for k in ks:
         enough = [pair for pair in pairs if min(map(len, pair)) >= k]
         rate = partial(_rate, k=k, measure=measure)
-        rates[str(k)] = asdict(_paired(enough, rate)) if enough else None
+        rates[str(k)] = _paired(enough, rate) if enough else None
     return rates
 
 
@@ -338,8 +343,8 @@ def comparison_table(
             is_clear = value is not None and low is not None and high is not None and low * high > 0
             table.add_row(
                 label,
-                written(number_at(before, f"{path}.value")),
-                written(number_at(after, f"{path}.value")),
+                written(number_at(differences, f"{path}.before")),
+                written(number_at(differences, f"{path}.after")),
                 Text(changed(value), "bold" if is_clear else "default"),
                 f"{changed(low)} to {changed(high)}",
             )

@@ -510,9 +510,10 @@ def token_ages(staleness_N: Ids) -> list[int]:
 
 def group_metrics(groups: Sequence[Group], ended: Mapping[str, int]) -> dict[str, float]:
     """The spread of rewards within groups, the share of rollouts that a limit stopped (by the counts ``ended`` of stop
-    reasons), and the number of live sessions with their mean reward.
+    reasons), and the number of live sessions with their mean reward. Quarantined rollouts have no part in rewards.
     """
-    rewards = [[each.reward for each in group.rollouts if each.reward is not None] for group in groups]
+    trusted = [[each for each in group.rollouts if not each.is_quarantined] for group in groups]
+    rewards = [[each.reward for each in some if each.reward is not None] for some in trusted]
     spreads = [pstdev(some) for group, some in zip(groups, rewards, strict=True) if some and not group.is_live]
     share = cut_short(Counter(ended))
     metrics = {} if share is None else {"cut_short": share}

@@ -91,6 +91,15 @@ def test_every_part_has_a_figure_over_the_tries_that_have_it() -> None:
     assert unknown["parts"] == {}
 
 
+def test_versions_are_shown_over_the_tasks_that_both_tried() -> None:
+    """Each failed a task that the other could not try."""
+    before, after = make_evaluation([0, 1, 0, None]), make_evaluation([None, 1, 1, 0])
+    changed = differences(before, after, Measure())
+    table = drawn(comparison_table(figures(before, Measure()), figures(after, Measure()), changed), 100)
+    (row,) = (line for line in table.splitlines() if "pass@1" in line)
+    assert row.split()[1:4] == ["50.0%", "100.0%", "+50.0"]
+
+
 def of_templates(*tries: tuple[str, float], version: int = 3) -> Evaluation:
     """One pass: of each task its template and its reward."""
     passes = tuple(make_try(index, reward, template=template) for index, (template, reward) in enumerate(tries))

@@ -425,3 +425,11 @@ def test_the_distance_of_draws_counts_tasks_that_are_never_drawn() -> None:
     expected = sum(chance * distance for chance, distance in zip(chances, drawn, strict=False))
     assert expected == pytest.approx(0.5 * sum(abs(chance - 1 / 4) for chance in chances))
     assert selection_distance([]) == 0
+
+
+def test_a_quarantined_rollout_has_no_part_in_the_spread_of_its_group() -> None:
+    cheated = Verdict(disposition=Disposition.QUARANTINE, reason="test", flags=(), hacked=True, graded=1.0)
+    rollouts = [ledgers.rollout(0, slot, reward=reward) for slot, reward in enumerate((1.0, 1.0, 0.0))]
+    rollouts[2] = replace(rollouts[2], verdict=cheated)
+    group = Group(index=0, task=TASK, admitted_version=0, rollouts=tuple(rollouts))
+    assert group_metrics([group], {}) == {"reward_std": 0.0}
