@@ -12,7 +12,7 @@ from etude.cli.main import main
 from etude.config.loading import default_recipe
 from etude.config.release import SuiteConfig
 from etude.dashboard.suite_results import SuiteResults, read_results
-from etude.run.evaluate import EvalRequest, identified, read_evaluation
+from etude.run.evaluate import EvalRequest, read_evaluation, resolve_version
 from etude.run.folder import RunFolder
 from etude.run.phase_models import publish_start
 from etude.run.resolve import resolve
@@ -149,7 +149,7 @@ def test_weights_of_a_run_are_tried_with_its_own_harness(
     assert all(1 <= each.measures["calls"] <= 2 and each.measures["sampled_tokens"] >= 1 for each in results.tries)
     gate = SuiteConfig(name="bugs-1", recipe=str(bugs), count=3)
     request = EvalRequest(version=0, tasks=3, greedy=False, suite=gate)
-    tries = read_evaluation(folder, request, 0, identified(folder, 0)[1]).tries["sampled"]
+    tries = read_evaluation(folder, request, 0, resolve_version(folder, 0)[1]).tries["sampled"]
     assert [each and each.task_id for each in tries[0]] == list(results.tasks)  # what a release gate would find there
     assert main([*command, "--set", "seed=1"]) == 2
     assert main([*command, "--temperature", "0.5"]) == 2

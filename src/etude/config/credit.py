@@ -39,7 +39,7 @@ class SharedPrefixOptions(Section):
     """``random``: the last call to the sandbox after which they may branch."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_idle(self) -> Self:
         if self.branch_at == "error":
             self.refuse_idle("credit.options", ["branch_within"], "with credit.options.branch_at = 'error'")
         return self

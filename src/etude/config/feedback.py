@@ -55,7 +55,7 @@ class SignalPart(Section):
         return low, high
 
     @model_validator(mode="after")
-    def _sound(self) -> Self:
+    def _check_range(self) -> Self:
         (low, high), where = self.range, f"feedback.reward.parts: {self.name!r}"
         if not (isfinite(low) and isfinite(high) and low < high):
             raise ValueError(f"{where} has range = [{low:g}, {high:g}]: expected two finite numbers, the lower first")
@@ -89,7 +89,7 @@ class SignalReward(Section):
         return any(part.per == "turn" for part in self.parts)
 
     @model_validator(mode="after")
-    def _distinct(self) -> Self:
+    def _check_parts(self) -> Self:
         names = [part.name for part in self.parts]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -149,7 +149,7 @@ class FeedbackConfig(Section):
     """The reward of a session."""
 
     @model_validator(mode="after")
-    def _recorded(self) -> Self:
+    def _check_idle(self) -> Self:
         if not self.window_s:
             idle = ("follow_up", "redactors", "regions", "keep_days")
             self.refuse_idle("feedback", idle, "with feedback.window_s = 0, as no session is recorded")

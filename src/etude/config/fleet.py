@@ -122,7 +122,7 @@ class LendingConfig(Section):
     """Seconds for which a machine is not needed before it is lent."""
 
     @model_validator(mode="after")
-    def _sound(self) -> Self:
+    def _check_lending(self) -> Self:
         if self.places and self.production == "metrics" and not self.metrics:
             raise ValueError("regions.lending: metrics is empty: name the pages that production's load is read from, "
                              "such as metrics = ['http://HOST:8000/metrics'], or set places = 0")  # fmt: skip
@@ -142,7 +142,7 @@ class ScalingConfig(Section):
     """Price of one engine, in any currency: the cheapest region grows first."""
 
     @model_validator(mode="after")
-    def _sound(self) -> Self:
+    def _check_scaling(self) -> Self:
         if not self.most:
             self.refuse_idle("regions.scaling", ["fewest", "cost_per_hour"],
                              "with most = 0, by which the number of engines stays as it is")  # fmt: skip
@@ -173,7 +173,7 @@ class RegionConfig(Section):
     """Machines that lend sandboxes."""
 
     @model_validator(mode="after")
-    def _sound(self) -> Self:
+    def _check_region(self) -> Self:
         if REGION_NAME.fullmatch(self.name) is None:
             raise ValueError(f"regions: name = {self.name!r}: expected small letters, digits and hyphens")
         if self.engines and not self.gateways:
@@ -249,7 +249,7 @@ class FleetConfig(Section):
         return {region.name: region for region in self.regions}
 
     @model_validator(mode="after")
-    def _sound(self) -> Self:
+    def _check_regions(self) -> Self:
         names = [region.name for region in self.regions]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"regions: the name {twice[0]!r} is used twice: each region needs its own")

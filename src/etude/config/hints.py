@@ -60,7 +60,7 @@ class HintsConfig(Section):
     """More rules, which are looked at before the built-in ones."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_idle(self) -> Self:
         if not self.weight:
             self.refuse_idle("hints", type(self).model_fields, "with hints.weight = 0")
         if self.estimator == "full":

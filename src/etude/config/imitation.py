@@ -40,7 +40,7 @@ class ImitationConfig(Section):
     """CPU threads of each rank; the machine is otherwise idle in these phases."""
 
     @model_validator(mode="after")
-    def _scheduled(self) -> Self:
+    def _check_schedule(self) -> Self:
         section = self._name()
         if self.schedule != "wsd":
             self.refuse_idle(section, ["decay_share"], f"with schedule = {self.schedule!r}")
@@ -75,7 +75,7 @@ class MidtrainConfig(ImitationConfig):
         return {name: shares for name, shares in ends.items() if any(shares)}
 
     @model_validator(mode="after")
-    def _shares(self) -> Self:
+    def _check_mixture(self) -> Self:
         for name in self.mixture:
             if name not in FAMILY_SOURCES and not (name.startswith(FILE_SOURCES) and name.partition(":")[2]):
                 sources = ", ".join((*FAMILY_SOURCES, *(f"{kind}PATH" for kind in FILE_SOURCES)))
@@ -106,7 +106,7 @@ class SftConfig(ImitationConfig):
     """Loss weight of tokens that the agent did not write; by default it learns from its own tokens alone."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_idle(self) -> Self:
         if not self.file:
             self.refuse_idle("sft", type(self).model_fields, "without sft.file")
         return self

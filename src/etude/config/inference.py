@@ -175,13 +175,13 @@ class EngineConfig(Section):
         return self.native.cache_tokens or self.max_running * self.max_length
 
     @model_validator(mode="after")
-    def _listens(self) -> Self:
+    def _check_listening(self) -> Self:
         check_last_port("engine", self.port, self.replicas)
         check_both_halves("engine", self.tls_cert, self.tls_key)
         return self
 
     @model_validator(mode="after")
-    def _roomy(self) -> Self:
+    def _check_capacity(self) -> Self:
         if not isinstance(self.options, NativeOptions):
             return self
         if self.options.step_tokens < self.max_running:
@@ -226,7 +226,7 @@ class NumericsConfig(Section):
         return "float32" if self.dtype == "auto" else self.dtype
 
     @model_validator(mode="after")
-    def _ladder(self) -> Self:
+    def _check_thresholds(self) -> Self:
         if self.warn_k3 > self.stop_k3:
             raise ValueError(f"warn_k3={self.warn_k3:g} is above stop_k3={self.stop_k3:g}: no step would ever warn")
         return self
@@ -274,7 +274,7 @@ class GatewayConfig(Section):
         return is_public(self.host, self.tls_cert)
 
     @model_validator(mode="after")
-    def _listens(self) -> Self:
+    def _check_listening(self) -> Self:
         check_last_port("gateway", self.port, self.replicas)
         check_both_halves("gateway", self.tls_cert, self.tls_key)
         return self

@@ -47,7 +47,7 @@ class JudgeOptions(Section):
     """
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_calls(self) -> Self:
         where = "judge.options"
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(f"{where}.temperature = {self.temperature:g}: expected 0, or at least {MIN_TEMPERATURE:g}")
@@ -74,7 +74,7 @@ class ModelJudgeOptions(JudgeOptions):
     """True if the endpoint enforces a JSON schema on replies (``response_format``). Replies are checked in any case."""
 
     @model_validator(mode="after")
-    def _reachable(self) -> Self:
+    def _check_url(self) -> Self:
         if urlsplit(self.url).scheme not in ("http", "https"):
             raise ValueError(f"judge.options.url = {self.url!r}: expected http://… or https://…, up to and with /v1")
         if urlsplit(self.url).password is not None:
@@ -112,7 +112,7 @@ class JudgeConfig(Section):
         return self.options
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_idle(self) -> Self:
         if self.kind == "none":
             self.refuse_idle("judge", type(self).model_fields.keys() - {"kind", "options"}, "with judge.kind = 'none'")
         for aspect in self.calibrations.keys() - self.rubrics.keys():

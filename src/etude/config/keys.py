@@ -80,14 +80,14 @@ def tables() -> Iterator[Table]:
 def find(word: str) -> list[Table]:
     """Find what a word stands for: a section, a key, a part of a key's name, or else of its meaning."""
     every, name = list(tables()), word.strip("[]").lower()
-    if whole := [table for table in every if name and table.title.strip("[]").partition(".")[0] == name]:
-        return whole
-    ways: tuple[Callable[[RecipeKey], bool], ...] = (
-        lambda key: key.path == name,
-        lambda key: name in key.path,
-        lambda key: name in key.meaning.lower(),
+    section = [table for table in every if name and table.title.strip("[]").partition(".")[0] == name]
+    if section:
+        return section
+    return (
+        _only(every, lambda key: key.path == name)
+        or _only(every, lambda key: name in key.path)
+        or _only(every, lambda key: name in key.meaning.lower())
     )
-    return next((matches for way in ways if (matches := _only(every, way))), [])
 
 
 def meanings_of(section: type[BaseModel]) -> dict[str, str]:
@@ -122,9 +122,9 @@ def suggestion(parents: tuple[str, ...], name: str, whole: type[BaseModel] = Run
     return f"{'.'.join(parents) or ('a recipe' if whole is RunConfig else 'a fleet')} has {', '.join(names)}"
 
 
-def _only(every: Iterable[Table], words_sought: Callable[[RecipeKey], bool]) -> list[Table]:
-    """The tables that have wanted keys, with these keys alone."""
-    matching = (replace(table, keys=tuple(filter(words_sought, table.keys))) for table in every)
+def _only(every: Iterable[Table], is_match: Callable[[RecipeKey], bool]) -> list[Table]:
+    """The tables with matching keys, with these keys alone."""
+    matching = (replace(table, keys=tuple(filter(is_match, table.keys))) for table in every)
     return [table for table in matching if table.keys]
 
 

@@ -35,7 +35,7 @@ class LiveConfig(Section):
     """Newest sessions of earlier steps that a baseline may learn from."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_idle(self) -> Self:
         if not self.groups_per_step:
             idle = [name for name in type(self).model_fields if name != "groups_per_step"]
             self.refuse_idle("live", idle, "with live.groups_per_step = 0")

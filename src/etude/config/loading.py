@@ -19,7 +19,7 @@ from etude.config.recipe import RunConfig
 from etude.config.renamed import renamed, without_emptied
 from etude.config.section import Section
 from etude.config.suite import SUITE_FILE, SuiteFile
-from etude.config.tasks import IN_FOLDERS
+from etude.config.tasks import FOLDER_FAMILIES
 from etude.errors import ConfigError
 
 Whole = TypeVar("Whole", RunConfig, FleetConfig, SuiteFile)
@@ -132,7 +132,7 @@ def load_suite(folder: Path) -> SuiteFile:
     _read_files(tree, file)
     tasks = tree.get("tasks")
     if isinstance(tasks, dict):
-        if tasks.get("family") in IN_FOLDERS:
+        if tasks.get("family") in FOLDER_FAMILIES:
             tasks.setdefault("folder", ".")
         change_data(tree, lambda _, path: str(folder / path))
     _change_names(tree, lambda name: plugins.absolute(name, folder))

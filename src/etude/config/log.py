@@ -141,7 +141,7 @@ class LogConfig(Section):
         return any(sink.kind == "otlp" for sink in self.to)
 
     @model_validator(mode="after")
-    def _single(self) -> Self:
+    def _check_sinks(self) -> Self:
         kinds = [sink.kind for sink in self.to]
         twice = next((kind for kind in kinds if kinds.count(kind) > 1), "")
         if twice:
@@ -225,7 +225,7 @@ class AlertConfig(Section):
         return Condition.parse(self.when)
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_rule(self) -> Self:
         where = f"alerts: {self.name!r}"
         try:
             Condition.parse(self.when)

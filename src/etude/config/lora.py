@@ -29,7 +29,7 @@ class LoraConfig(Section):
     """PEFT folder of the adapter that RL starts with; empty: one without effect."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_idle(self) -> Self:
         if not self.rank:
             self.refuse_idle("lora", ["alpha", "targets", "phases", "start"], "with lora.rank = 0")
         if self.start and "rl" not in self.phases:

@@ -30,7 +30,7 @@ class PlacementConfig(Section):
         return not (self.engine or self.production or self.trainer)
 
     @model_validator(mode="after")
-    def _apart(self) -> Self:
+    def _check_gpus(self) -> Self:
         named = Counter(gpu for each in (*self.engine, *self.production, self.trainer) for gpu in each)
         if twice := sorted(gpu for gpu, times in named.items() if times > 1):
             raise ValueError(f"placement names GPU {twice[0]} twice: name another one, or leave [placement] out")

@@ -1,8 +1,8 @@
-"""Every knob of a run, one frozen section per stage.
+"""Every key of a recipe, one frozen section per stage.
 
 A recipe is a TOML file with these sections; unknown keys, wrong types and out-of-range values are refused with a
-message that names the key and its nearest neighbour. ``etude config`` explains them, ``etude run RECIPE --dry-run``
-prints the resolved whole.
+message that names the key and the one closest to it. ``etude config`` explains them, ``etude run RECIPE --dry-run``
+prints all keys with their resolved values.
 A stage receives its own section, never the tree.
 """
 
@@ -26,12 +26,12 @@ from etude.config.reward import RewardConfig
 from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, RolloutConfig, SingleTurnOptions
 from etude.config.section import Section
 from etude.config.tasks import (
-    ASKING,
-    EITHER,
+    ANSWER_FAMILIES,
+    BUILTIN_TOOL_OPTIONS,
     FAMILIES,
-    OF_MACHINES,
-    THIRD_PARTY,
-    TOOL_HABITS,
+    MACHINE_FAMILIES,
+    MIXED_FAMILIES,
+    THIRD_PARTY_FAMILIES,
     BugfixOptions,
     CheatingConfig,
     DatasetOptions,
@@ -54,7 +54,7 @@ class LedgerConfig(Section):
     """Seconds of silence after which another process may take over a lease."""
 
     @model_validator(mode="after")
-    def _public(self) -> Self:
+    def _check_url(self) -> Self:
         if not self.url:
             return self
         parts = urlsplit(self.url)
@@ -175,44 +175,44 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_its_harness(cls, tree: object) -> object:
+    def _default_harness(cls, tree: object) -> object:
         """A third-party environment's harness is the one of its name, unless the recipe says otherwise."""
         tasks, harness = (tree.get(name, {}) for name in ("tasks", "harness")) if isinstance(tree, dict) else ({}, {})
-        if isinstance(tasks, dict) and isinstance(harness, dict) and tasks.get("family") in THIRD_PARTY:
+        if isinstance(tasks, dict) and isinstance(harness, dict) and tasks.get("family") in THIRD_PARTY_FAMILIES:
             return {**cast("dict[str, object]", tree), "harness": {"kind": tasks["family"], **harness}}
         return tree
 
     @model_validator(mode="after")
-    def _alerted(self) -> Self:
+    def _check_alerts(self) -> Self:
         check_alerts(self.alerts)
         return self
 
     @model_validator(mode="after")
-    def _played(self) -> Self:
+    def _check_third_party(self) -> Self:
         family, kind = self.tasks.family, self.harness.kind
-        if (family in THIRD_PARTY or kind in THIRD_PARTY) and family != kind:
+        if (family in THIRD_PARTY_FAMILIES or kind in THIRD_PARTY_FAMILIES) and family != kind:
             raise ValueError(
                 f"harness.kind = {kind!r} does not go with tasks.family = {family!r}: the harnesses "
-                f"{' and '.join(map(repr, THIRD_PARTY))} and the families of these names belong together; leave "
-                f"harness.kind out"
+                f"{' and '.join(map(repr, THIRD_PARTY_FAMILIES))} and the families of these names belong "
+                f"together; leave harness.kind out"
             )
-        if family in THIRD_PARTY:
+        if family in THIRD_PARTY_FAMILIES:
             self.cheating.refuse_idle(
                 "cheating", ["honeypots"], f"with tasks.family = {family!r}, whose agents never see a sandbox of ours"
             )
         return self
 
     @model_validator(mode="after")
-    def _taken_as_meant(self) -> Self:
+    def _check_midtrain(self) -> Self:
         if self.model.checkpoint and not {"tokens", "mixture"} & self.midtrain.model_fields_set:
             raise ValueError(
-                f"model.checkpoint is set and midtrain.tokens is not: {self.midtrain.tokens} tokens of practice would "
-                f"be trained into that model. Say midtrain.tokens = 0 to take it as it is, or how many tokens"
+                f"model.checkpoint is set and midtrain.tokens is not: mid-training on {self.midtrain.tokens} tokens "
+                f"would change that model. Set midtrain.tokens = 0 to start RL from it, or the number of tokens"
             )
         return self
 
     @model_validator(mode="after")
-    def _imitated(self) -> Self:
+    def _check_loss_evaluations(self) -> Self:
         if self.eval.loss_every_steps and not (self.midtrain.tokens or self.sft.file):
             raise ValueError(
                 f"eval.loss_every_steps = {self.eval.loss_every_steps} would have no effect with midtrain.tokens = 0 "
@@ -221,35 +221,39 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _housed(self) -> Self:
-        if self.tasks.family in OF_MACHINES and self.sandboxes.kind == "local":
+    def _check_sandboxes(self) -> Self:
+        if self.tasks.family in MACHINE_FAMILIES and self.sandboxes.kind == "local":
             raise ValueError(
                 f"tasks.family = {self.tasks.family!r} needs a machine around its files: set sandboxes.kind = 'ns'"
             )
         return self
 
     @model_validator(mode="after")
-    def _servable(self) -> Self:
+    def _check_engine(self) -> Self:
         check_impl(self)
         check_adapters(self)
         if self.engine.kind != "native" and self.numerics.experts != "plain":
             raise ValueError(
-                f"numerics.experts = {self.numerics.experts!r} with engine.kind = {self.engine.kind!r}, which would be "
-                f"told of a plain model: leave engine.kind out, or have plain experts"
+                f"numerics.experts = {self.numerics.experts!r} with engine.kind = {self.engine.kind!r}, which loads "
+                f"plain experts only: leave engine.kind out, or set numerics.experts = 'plain'"
             )
         check_drafts(self)
         check_sharding(self)
         return self
 
     @model_validator(mode="after")
-    def _answerable(self) -> Self:
-        if self.tasks.family in ASKING and self.harness.kind in ("command", "shell"):
+    def _check_answers(self) -> Self:
+        if self.tasks.family in ANSWER_FAMILIES and self.harness.kind in ("command", "shell"):
             raise ValueError(
                 f"tasks.family = {self.tasks.family!r} asks for an answer, which harness.kind = {self.harness.kind!r} "
                 f"has no way to give: leave harness.kind out"
             )
         options, single = self.tasks.options, isinstance(self.harness.options, SingleTurnOptions)
-        if single and self.tasks.family in FAMILIES.builtins and self.tasks.family not in (*ASKING, *EITHER):
+        if (
+            single
+            and self.tasks.family in FAMILIES.builtins
+            and self.tasks.family not in (*ANSWER_FAMILIES, *MIXED_FAMILIES)
+        ):
             raise ValueError(
                 f"harness.kind = 'single_turn' can answer and change no file, which tasks.family = "
                 f"{self.tasks.family!r} asks for: set harness.kind = 'coding'"
@@ -262,14 +266,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _judged(self) -> Self:
+    def _check_rubrics(self) -> Self:
         for aspect in self.reward.names("judge"):
             if aspect not in self.judge.rubrics:
                 raise ValueError(f"reward.parts: there is no judge.rubrics.{aspect}: write one, or leave the part out")
         return self
 
     @model_validator(mode="after")
-    def _decoupled(self) -> Self:
+    def _check_old_policy(self) -> Self:
         if self.loss.correction == "decoupled" and self.rollouts.max_staleness < 2:
             raise ValueError(
                 f"loss.correction = 'decoupled' would have no effect with rollouts.max_staleness = "
@@ -283,7 +287,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _credited(self) -> Self:
+    def _check_credit(self) -> Self:
         credit, size = self.credit, self.rollouts.group_size
         if credit.is_by_turn and self.loss.baseline not in OF_TURNS:
             raise ValueError(
@@ -299,8 +303,8 @@ class RunConfig(Section):
         by_signals = credit.kind == "shaped" and self.feedback.reward.is_by_turn
         if credit.kind in ("shaped", "shared_prefix") and self.harness.kind != "coding" and not by_signals:
             raise ValueError(
-                f"credit.kind = {credit.kind!r} needs the built-in harness, whose turns can be told good from bad and "
-                f"gone through again: set harness.kind = 'coding' or choose another kind"
+                f"credit.kind = {credit.kind!r} needs the built-in harness, whose turns can be judged one by one and "
+                f"replayed: set harness.kind = 'coding' or choose another kind"
             )
         harness = self.harness.options
         if credit.summaries == "mask" and isinstance(harness, CodingOptions) and harness.context != "summary":
@@ -309,7 +313,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _resampled(self) -> Self:
+    def _check_resampling(self) -> Self:
         others = {
             f"credit.kind = {self.credit.kind!r}": self.credit.is_by_turn,
             "effort.weight": self.effort.weight > 0,
@@ -325,7 +329,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _controlled(self) -> Self:
+    def _check_shuffled_rewards(self) -> Self:
         others = {
             "credit.kind = 'shaped'": self.credit.kind == "shaped",
             "effort.weight": self.effort.weight > 0,
@@ -340,7 +344,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _lived(self) -> Self:
+    def _check_live(self) -> Self:
         parts, live = self.feedback.reward.parts, self.live
         by_turn = next((part.name for part in parts if part.per == "turn"), "")
         if by_turn and self.credit.kind != "shaped":
@@ -392,16 +396,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _hinted(self) -> Self:
+    def _check_hints(self) -> Self:
         if self.hints.judge and self.judge.kind != "model":
             raise ValueError("hints.judge = true needs a model that can be asked: set judge.kind = 'model'")
         return self
 
     @model_validator(mode="after")
-    def _demonstrated(self) -> Self:
+    def _check_demonstrations(self) -> Self:
         if self.harness.kind != "coding" and isinstance(self.tasks.options, BugfixOptions):
             self.tasks.options.refuse_idle(
-                "tasks.options", TOOL_HABITS, f"with harness.kind = {self.harness.kind!r}, which has other tools"
+                "tasks.options",
+                BUILTIN_TOOL_OPTIONS,
+                f"with harness.kind = {self.harness.kind!r}, which has other tools",
             )
         harness, tasks = self.harness.options, self.tasks.options
         shows_search = isinstance(tasks, BugfixOptions) and tasks.search > 0
@@ -413,7 +419,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _summarised(self) -> Self:
+    def _check_summaries(self) -> Self:
         harness, max_length = self.harness.options, self.engine.max_length
         if not isinstance(harness, CodingOptions):
             return self
@@ -431,7 +437,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _measurable(self) -> Self:
+    def _check_measurements(self) -> Self:
         harness = self.harness.options
         if isinstance(harness, CommandOptions):
             self._check_external(harness)

@@ -109,7 +109,7 @@ class ReleaseConfig(Section):
         return self.every_steps > 0
 
     @model_validator(mode="after")
-    def _meant(self) -> Self:
+    def _check_idle(self) -> Self:
         if not self.enabled:
             self.refuse_idle("release", type(self).model_fields, "with release.every_steps = 0")
         if not self.shadow_sessions:
@@ -120,7 +120,7 @@ class ReleaseConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _decidable(self) -> Self:
+    def _check_canary(self) -> Self:
         shares = self.canary_shares
         if not shares or list(shares) != sorted(set(shares)) or not all(0 < share < 1 for share in shares):
             raise ValueError(

@@ -71,7 +71,7 @@ class PartConfig(Section):
         return self.weight * (max(0.0, counted - self.free) if self.free else counted)
 
     @model_validator(mode="after")
-    def _sound(self) -> Self:
+    def _check_source(self) -> Self:
         kind, dot, name = self.source.partition(".")
         where = f"reward.parts: {self.name!r}"
         if kind == "effort":
@@ -88,7 +88,7 @@ class PartConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _ranged(self) -> Self:
+    def _check_range(self) -> Self:
         (low, high), where = self.range, f"reward.parts: {self.name!r}"
         if not (isfinite(low) and isfinite(high) and low < high):
             raise ValueError(
@@ -134,7 +134,7 @@ class RewardConfig(Section):
         return tuple(sorted({name for source, _, name in sources if source == kind and name}))
 
     @model_validator(mode="after")
-    def _distinct(self) -> Self:
+    def _check_parts(self) -> Self:
         names = [part.name for part in self.parts]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -49,7 +49,7 @@ class CodingOptions(Section):
     """Most times that the context of one rollout may start anew; the last one grows until it is full."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_context(self) -> Self:
         idle = {"grow": OF_CONTEXTS, "truncate": OF_SUMMARIES, "summary": ()}[self.context]
         self.refuse_idle("harness.options", idle, f"with harness.options.context = {self.context!r}")
         if self.context != "grow" and not self.summary_at_tokens:
@@ -85,7 +85,7 @@ class CommandOptions(Section):
         return any(f"{{{placeholder}}}" in text for text in (*self.command, *self.environment.values()))
 
     @model_validator(mode="after")
-    def _sound(self) -> Self:
+    def _check_command(self) -> Self:
         command = "harness.options.command"
         if not self.command or "=" in self.command[0]:
             raise ValueError(f"{command} = {list(self.command)!r}: expected a program and its arguments")
@@ -250,7 +250,7 @@ class RolloutConfig(Section):
         return self.groups_per_step * self.group_size
 
     @model_validator(mode="after")
-    def _reachable(self) -> Self:
+    def _check_concurrency(self) -> Self:
         if self.concurrency < self.group_size:
             raise ValueError(f"concurrency={self.concurrency} is below group_size={self.group_size}: no group starts")
         window = (self.max_staleness + 1) * self.rollouts_per_step

@@ -7,21 +7,21 @@ from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, mode
 from etude.config.plugins import Registry
 from etude.config.section import JsonTable, OptionsOf, Section
 
-IN_FOLDERS = ("repository", "harbor", "requests", "suite")
+FOLDER_FAMILIES = ("repository", "harbor", "requests", "suite")
 """Families whose tasks lie in a folder."""
-FOLDER_OPTIONAL = ("verifiers",)
+OPTIONAL_FOLDER_FAMILIES = ("verifiers",)
 """Families that look into a folder where one is named."""
-THIRD_PARTY = ("verifiers", "openenv")
+THIRD_PARTY_FAMILIES = ("verifiers", "openenv")
 """Families of other people's environments, each played by the harness of its name."""
-OF_MACHINES = ("repository", "migrations", "harbor")
+MACHINE_FAMILIES = ("repository", "migrations", "harbor")
 """Families whose tasks need a machine around their files; those of others say so one by one."""
-ENDLESS = ("bugfix", "migrations", "lookup", "nextedit", "openenv")
+ENDLESS_FAMILIES = ("bugfix", "migrations", "lookup", "nextedit", "openenv")
 """Families with an endless supply of new training tasks; the others have a fixed number, and epochs."""
-ASKING = ("dataset", "lookup", "nextedit", "summaries")
+ANSWER_FAMILIES = ("dataset", "lookup", "nextedit", "summaries")
 """Families that ask for an answer, which an external harness has no way to give."""
-EITHER = ("requests", "suite")
+MIXED_FAMILIES = ("requests", "suite")
 """Families of which some tasks ask for an answer, and some for changed files."""
-OF_ONE_ANSWER = {
+ALWAYS_SOLVABLE_FAMILIES = {
     "dataset": "a single right answer",
     "harbor": "Harbor's verifiers",
     "requests": "requests, which no test grades",
@@ -33,7 +33,7 @@ OF_ONE_ANSWER = {
     "openenv": "an environment's own rewards",
 }
 """Families whose checks cannot be made to contradict each other, and what those are."""
-TOOL_HABITS = ("files", "search", "bad_call", "correct_call", "reminded")
+BUILTIN_TOOL_OPTIONS = ("files", "search", "bad_call", "correct_call", "reminded")
 """Options about the built-in harness's tools, and their demonstrations."""
 
 
@@ -82,7 +82,7 @@ class BugfixOptions(Section):
     """
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_demonstrations(self) -> Self:
         section = "tasks.options"
         if strange := [kind for kind in self.untrained if kind not in self.kinds]:
             raise ValueError(f"{section}.untrained: {strange[0]!r} is none of {section}.kinds = {list(self.kinds)}")
@@ -180,7 +180,7 @@ class DatasetOptions(Section):
     """Demonstrations: probability that the answer is the right one, rather than that of another row."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_columns(self) -> Self:
         if self.messages:
             self.refuse_idle("tasks.options", ["prompt"], "with tasks.options.messages")
         elif not self.answer:
@@ -275,7 +275,7 @@ class PoolsOptions(Section):
     """Epochs for which a task is left out of all pools after its rewards were all 1, or all 0."""
 
     @model_validator(mode="after")
-    def _apart(self) -> Self:
+    def _check_thresholds(self) -> Self:
         if self.easy_share + self.hard_share >= 1:
             raise ValueError(
                 f"tasks.selection.options: easy_share = {self.easy_share:g} and hard_share = {self.hard_share:g} leave "
@@ -317,7 +317,7 @@ class SelectionConfig(Section):
     """``[tasks.selection.options]``: keys of the kind alone."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_idle(self) -> Self:
         if self.kind == "in_order":
             self.refuse_idle("tasks.selection", ["importance_weights"], "with tasks.selection.kind = 'in_order'")
         return self
@@ -360,22 +360,22 @@ class TaskConfig(Section):
     """The tasks to spend on."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
-        has_choice = self.family not in FAMILIES.builtins or self.family in FOLDER_OPTIONAL
-        if not has_choice and (self.family in IN_FOLDERS) != bool(self.folder):
+    def _check_family(self) -> Self:
+        has_choice = self.family not in FAMILIES.builtins or self.family in OPTIONAL_FOLDER_FAMILIES
+        if not has_choice and (self.family in FOLDER_FAMILIES) != bool(self.folder):
             has = "needs tasks.folder, where its tasks are" if not self.folder else "has no tasks.folder; leave it out"
             raise ValueError(f"tasks.family = {self.family!r} {has}")
-        if self.impossible_share and self.family in OF_ONE_ANSWER:
+        if self.impossible_share and self.family in ALWAYS_SOLVABLE_FAMILIES:
             raise ValueError(
-                f"tasks.impossible_share would have no effect on {OF_ONE_ANSWER[self.family]}; leave it out"
+                f"tasks.impossible_share would have no effect on {ALWAYS_SOLVABLE_FAMILIES[self.family]}; leave it out"
             )
         for name in self.graders.values():
             GRADERS(name)
-        if self.family in ENDLESS:
+        if self.family in ENDLESS_FAMILIES:
             self.refuse_idle("tasks", ["epochs"], f"with tasks.family = {self.family!r}, whose tasks have no end")
         if self.selection.kind != "in_order":
             why = f"with tasks.selection.kind = {self.selection.kind!r}"
-            if self.family in ENDLESS:
+            if self.family in ENDLESS_FAMILIES:
                 raise ValueError(
                     f"tasks.selection.kind = {self.selection.kind!r} chooses among tasks that come again, but those of "
                     f"tasks.family = {self.family!r} have no end: leave it out"
@@ -414,7 +414,7 @@ class RemoteOptions(Section):
     """
 
     @model_validator(mode="after")
-    def _named(self) -> Self:
+    def _check_urls(self) -> Self:
         table = "sandboxes.options"
         if bool(self.url) == bool(self.urls):
             raise ValueError(
@@ -470,7 +470,7 @@ class SandboxConfig(Section):
     """``[sandboxes.options]``: keys of the kind alone."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_idle(self) -> Self:
         if self.kind == "local":
             self.refuse_idle("sandboxes", ["pool_size"], "with sandboxes.kind = 'local'")
         return self

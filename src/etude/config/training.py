@@ -33,7 +33,7 @@ class ModelShape(Section):
     """Inner width of one expert."""
 
     @model_validator(mode="after")
-    def _divisible(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.head_dim % 2:
@@ -151,7 +151,7 @@ class DualClippedOptions(ClippedOptions):
     """Ratio above which tokens of a negative advantage are clipped, too (verl's ``clip_ratio_c``); 0: none."""
 
     @model_validator(mode="after")
-    def _outside(self) -> Self:
+    def _check_dual_clip(self) -> Self:
         if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(f"loss.options.dual_clip = {self.dual_clip:g} is within the clip, which ends at 1 + "
                              f"clip_high = {1 + self.clip_high:g}: set one above, such as 3")  # fmt: skip
@@ -363,7 +363,7 @@ class LossConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _filled(cls, given: Any) -> Any:
+    def _fill_defaults(cls, given: Any) -> Any:
         """Put the papers' choices where the recipe says nothing, so that a resolved recipe shows them."""
         if not isinstance(given, Mapping):
             return given
@@ -378,7 +378,7 @@ class LossConfig(Section):
         return filled
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_correction(self) -> Self:
         fitting = corrections(self.kind, self.old_policy)
         if self.correction not in fitting:
             raise ValueError(
@@ -388,7 +388,7 @@ class LossConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _regularised(self) -> Self:
+    def _check_reference(self) -> Self:
         if not self.kl_coef:
             self.refuse_idle("loss", ["kl_estimator", "kl_to"], "with kl_coef = 0")
         if not self.needs_reference:
@@ -426,7 +426,7 @@ class EffortConfig(Section):
     """Id of the token that ends a turn's thinking; −1: the model does not think."""
 
     @model_validator(mode="after")
-    def _priced(self) -> Self:
+    def _check_prices(self) -> Self:
         for kind, price in self.prices.items():
             if kind not in EFFORT_KINDS:
                 near = difflib.get_close_matches(kind, EFFORT_KINDS, n=1)
@@ -437,7 +437,7 @@ class EffortConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_idle(self) -> Self:
         if bool(self.weight) != bool(self.prices):
             fix = f"set effort.prices, of {', '.join(EFFORT_KINDS)}" if self.weight else "set effort.weight"
             raise ValueError(f"effort.weight = {self.weight:g} and effort.prices have no effect apart: {fix}")
@@ -494,7 +494,7 @@ class TrainerConfig(Section):
         return self.checkpoint_activations is True
 
     @model_validator(mode="after")
-    def _scheduled(self) -> Self:
+    def _check_schedule(self) -> Self:
         if self.schedule != "wsd":
             self.refuse_idle("trainer", ["decay_share"], f"with schedule = {self.schedule!r}")
         return self
@@ -519,7 +519,7 @@ class OptimiserConfig(Section):
     """
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
+    def _check_idle(self) -> Self:
         if self.kind == "adamw":
             self.refuse_idle("optimiser", ["momentum"], "with optimiser.kind = 'adamw'")
         return self
@@ -552,7 +552,7 @@ class ParallelConfig(Section):
         return self.dp * self.cp
 
     @model_validator(mode="after")
-    def _divisible(self) -> Self:
+    def _check_sizes(self) -> Self:
         for key, dp in (("dp", self.dp), ("imitation_dp", self.imitation_dp)):
             if dp * self.cp % self.ep:
                 raise ValueError(f"parallel.ep={self.ep} must divide {key} * cp = {dp * self.cp}")

@@ -100,7 +100,9 @@ def milliseconds(value_ms: float | None) -> str:
     """A short time: 0.8231 → ``0.82 ms``, 312.3 → ``312 ms``."""
     if value_ms is None:
         return MISSING
-    return f"{value_ms:.0f} ms" if value_ms >= 100 else f"{value_ms:.2g} ms" if value_ms < 10 else f"{value_ms:.1f} ms"
+    if value_ms < 10:
+        return f"{value_ms:.2g} ms"
+    return f"{value_ms:.1f} ms" if value_ms < 100 else f"{value_ms:.0f} ms"
 
 
 def number_at(report: Mapping[str, Json], path: str) -> float | None:

@@ -240,8 +240,9 @@ def _summed(rollout: ReadRollout) -> Text:
     text = Text(f"{rollout.reward:.3f}".replace("-", "−"), f"bold {GOOD}" if rollout.reward > 0 else "bold")
     summed = [part for part in rollout.parts if part.worth is not None]
     counts = rollout.verdict is None or rollout.verdict.disposition is Disposition.KEEP
-    for part in summed:
-        text.append("  " if part is not summed[0] else " = " if counts else " by its verdict; scored at ", DIM)
+    for index, part in enumerate(summed):
+        first = " = " if counts else " by its verdict; scored at "
+        text.append("  " if index else first, DIM)
         text.append(_signed(part.worth or 0.0)).append(f" {visible(part.name)} ({part.value:.4g})", DIM)
     return text
 

@@ -97,7 +97,7 @@ class GenerationRequest:
         return bool(self.call.sampling.stops) or self.call.single_call
 
     @property
-    def bulky(self) -> bool:
+    def has_payload(self) -> bool:
         """True if the engine's record has more than tokens. The rest arrives with the last token, so that token is
         awaited.
         """
@@ -304,7 +304,9 @@ class ReplyDelta:
     chunk: TokenChunk
 
 
-NOTHING = TokenChunk(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32))
+EMPTY_CHUNK = TokenChunk(
+    token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32)
+)
 """The chunk for text that was held back: its tokens were sent earlier."""
 
 
@@ -368,14 +370,14 @@ class ReplySampler:
                         return part
             raise AssertionError("the last part is the reply")
         async with self._permit(request):
-            with self._charged(request):
+            with self._counting_prompt(request):
                 completion = await self._pool.generate(
                     request.prompt.token_ids,
                     request.params_of(index),
                     session=request.session,
                     options=self._options(request),
                 )
-        self._sampled(request, len(completion.token_ids))
+        self._count_sampled(request, len(completion.token_ids))
         reader = self._reader(request)
         reader.feed(completion.token_ids.tolist())
         reader.finish()
@@ -393,22 +395,22 @@ class ReplySampler:
         ):
             async for chunk in stream:
                 whole = chunk.completion
-                self._sampled(request, len(chunk.token_ids))
+                self._count_sampled(request, len(chunk.token_ids))
                 if reader.stopped_after is None:
                     deltas = reader.feed(chunk.token_ids.tolist())
                     chunks.append(_until(chunk, reader.stopped_after, sampled))
                     sampled += len(chunk.token_ids)
                     yield ReplyDelta(deltas=deltas, chunk=chunks[-1])
-                if reader.stopped_after is not None and not request.bulky:
+                if reader.stopped_after is not None and not request.has_payload:
                     break
         rest = reader.finish()
         if rest:
-            yield ReplyDelta(deltas=rest, chunk=NOTHING)
+            yield ReplyDelta(deltas=rest, chunk=EMPTY_CHUNK)
         yield await self._finished(request, index, reader, whole or _joined(chunks))
 
     async def _chunks(self, request: GenerationRequest, index: int) -> AsyncGenerator[TokenChunk, None]:
         """The chunks that engines sample."""
-        with self._charged(request):
+        with self._counting_prompt(request):
             async with aclosing(
                 self._pool.stream(
                     request.prompt.token_ids,
@@ -459,21 +461,21 @@ class ReplySampler:
         )
 
     @contextmanager
-    def _charged(self, request: GenerationRequest) -> Iterator[None]:
+    def _counting_prompt(self, request: GenerationRequest) -> Iterator[None]:
         """Count the prompt of a call that has just got its permit as read, unless the engines reject the call."""
         request.record.prompt_tokens = len(request.prompt.token_ids)
         request.record.reused_tokens = request.prompt.reused
         try:
             yield
         except ValueError as error:
-            _turned_away(request)
+            _reset_prompt_counts(request)
             raise ApiError(400, "invalid_request", f"the engine rejected the request: {error}") from error
         except (EngineUnavailable, VersionPending):
             if self._clock.now() < request.caller.deadline:
-                _turned_away(request)
+                _reset_prompt_counts(request)
             raise
 
-    def _sampled(self, request: GenerationRequest, tokens: int) -> None:
+    def _count_sampled(self, request: GenerationRequest, tokens: int) -> None:
         """Count tokens that have arrived."""
         request.record.first_token = request.record.first_token or self._clock.now()
         request.record.completion_tokens += tokens
@@ -500,7 +502,7 @@ def _finish_reason(message: ChatMessage, reader: ReplyReader, finish: Finish) ->
     return FinishReason.TOOL_CALLS if message.tool_calls else FinishReason.STOP
 
 
-def _turned_away(request: GenerationRequest) -> None:
+def _reset_prompt_counts(request: GenerationRequest) -> None:
     """Set the counts of read and reused prompt tokens to 0 for a call that the engines rejected, unless part of a reply
     has arrived: then an engine has read the prompt.
     """
@@ -578,10 +580,10 @@ class Recorder:
         # Checking megabytes of routes would block the event loop for too long.
         stored = max(reused - 1, 0)
         turn = partial(self._checked, prompt_ids, params, completion, kind)
-        return await asyncio.to_thread(self._stowed, turn, session_id, stored)
+        return await asyncio.to_thread(self._stored, turn, session_id, stored)
 
-    def _stowed(self, turn: Callable[[], Turn], session_id: str, stored: int) -> Turn:
-        assert self._payloads is not None, "bulky parts are only recorded where there is a folder for them"
+    def _stored(self, turn: Callable[[], Turn], session_id: str, stored: int) -> Turn:
+        assert self._payloads is not None, "only a recorder with a folder requests them"
         return self._payloads.stow(turn(), session_id, stored, sampled_only=self._sampled_only)
 
     def _checked(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, kind: TurnKind) -> Turn:

@@ -19,7 +19,7 @@ from enum import IntEnum
 from etude.harnesses import tools
 from etude.types import Ids, Turn
 
-OUTPUT_LETTERS = 64_000
+OUTPUT_CHARACTERS = 64_000
 """Limit of a recorded output, half from its beginning and half from its end; no harness here shows a model more."""
 SHELL = "shell"
 """Tool name of a call in a fenced block; its argument is ``command``."""
@@ -103,13 +103,13 @@ def read_calls(reply: str, *, bare_shell: bool = False) -> list[tuple[str, dict[
         calls = [(SHELL, {"command": match[1].rstrip("\n")}) for match in FENCED.finditer(text)]
     if bare_shell and not calls and text.strip():
         return [(SHELL, {"command": text.strip("\n")})]
-    return calls or list(_spoken(text))
+    return calls or list(_text_protocol_calls(text))
 
 
-def excerpt(text: str, letters: int = OUTPUT_LETTERS) -> str:
-    """A text truncated in the middle to ``letters`` characters, with ``[…]`` in place of the missing ones."""
-    half = letters // 2
-    return text if len(text) <= letters else f"{text[:half]}\n[…]\n{text[-half:]}"
+def excerpt(text: str, characters: int = OUTPUT_CHARACTERS) -> str:
+    """A text truncated in the middle to ``characters`` characters, with ``[…]`` in place of the missing ones."""
+    half = characters // 2
+    return text if len(text) <= characters else f"{text[:half]}\n[…]\n{text[-half:]}"
 
 
 def _output(turn: Turn, later: Sequence[Turn], decode: Callable[[Ids], str]) -> str:
@@ -131,7 +131,7 @@ def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _spoken(text: str) -> Iterator[tuple[str, dict[str, str]]]:
+def _text_protocol_calls(text: str) -> Iterator[tuple[str, dict[str, str]]]:
     """The call in the text protocol of the built-in tools."""
     match tools.parse_call(text):
         case tools.ReadFile(path, first):

@@ -181,8 +181,8 @@ def render_failure(function: str, case: Case, shown: str) -> str:
 def render_report(output: str) -> str:
     """Output of ``test`` for the first failing test, from pytest's output."""
     match = REPORT_PATTERN.search(output)
-    printed = output.strip().splitlines()
-    shown = match[1] if match else printed[-1] if printed else "no output"
+    last_line = (output.strip().splitlines() or ["no output"])[-1]
+    shown = match[1] if match else last_line
     return f"FAIL {shown[:REPORT_CHARACTERS]}"
 
 

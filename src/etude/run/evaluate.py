@@ -41,7 +41,7 @@ from etude.types import Disposition, Group, Rollout, Task, TurnKind
 
 POLL_S = 0.2
 """Interval at which engine and gateway are checked."""
-AT_ONCE = 2
+PASSES_AT_ONCE = 2
 """Passes in progress at a time: a run also tries its two sampling modes together."""
 EVALUATIONS = "evaluations"
 """Folder with the ledgers of tries, in the run folder."""
@@ -92,7 +92,7 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
     Raises :class:`~etude.errors.UserError` for a version that does not exist, or if no attempt succeeds.
     """
     copies = KeptFiles(folder, EVALUATIONS)
-    version, digest = identified(folder, request.version)
+    version, digest = resolve_version(folder, request.version)
     (folder.path / EVALUATIONS).mkdir(exist_ok=True)
     copies.bring()
     config, ledger, number = _trial(folder, request, version, digest)
@@ -103,8 +103,8 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
     if not _is_done(ledger, labels, number):
         try:
             with serving_version(folder, version, ledger=ledger, recipe=config) as served:
-                watch = TryCount(ledger, labels, number, progress)
-                asyncio.run(_evaluate(served, request, number, watch))
+                counter = TryCount(ledger, labels, number, progress)
+                asyncio.run(_evaluate(served, request, number, counter))
         finally:
             _keep(copies, ledger)
     return read_evaluation(folder, request, version, digest)
@@ -139,7 +139,7 @@ def ledger_of_tries(folder: RunFolder, version: int, digest: str, suite: str = "
     return tried[0] if tried else folder_of_tries / f"v{version:0{VERSION_DIGITS}}{ending}"
 
 
-def place_of_tries(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> Path:
+def evaluation_ledger(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> Path:
     """The ledger of an evaluation. Raises :class:`~etude.errors.ConfigError`."""
     _, ledger, _ = _trial(folder, request, version, digest)
     return ledger
@@ -163,16 +163,16 @@ def _keep(copies: KeptFiles, ledger: Path) -> None:
         logger.warning("the tries are in %s only: %s", ledger, error)
 
 
-def identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
+def resolve_version(folder: RunFolder, version: int | None) -> tuple[int, str]:
     """The number of a version (``None``: the newest) and the digest of its weights."""
     log = open_log(folder)
     version = log.latest() if version is None else version
     record = None if version is None else log.read(version)
     if version is None or record is None:
-        there = log.versions()
-        if not there:
+        versions = log.versions()
+        if not versions:
             raise RunFolderError(f"{folder.path} has no weights yet")
-        raise RunFolderError(f"{folder.path} has no weight version {version}: it has {there[0]} to {there[-1]}")
+        raise RunFolderError(f"{folder.path} has no weight version {version}: it has {versions[0]} to {versions[-1]}")
     return version, record.digest
 
 
@@ -185,12 +185,12 @@ def _is_done(ledger: Path, labels: Sequence[str], tasks: int) -> bool:
         return not any(missing(archive, label, tasks) for label in labels)
 
 
-async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, watch: "TryCount") -> None:
+async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, counter: "TryCount") -> None:
     """Evaluate while supervising engine and gateway; raises if one of them cannot be kept alive."""
     async with background_task(_measure(served, request, tasks)) as tried:
         while not tried.done():
             served.supervisor.check()
-            watch.look()
+            counter.report()
             await asyncio.wait({tried}, timeout=POLL_S)
         tried.result()
 
@@ -200,22 +200,20 @@ async def _measure(served: ServedRun, request: EvalRequest, tasks: int) -> None:
         await parts.served.reach(served.version)
         heldout = heldout_tasks(parts.family, tasks)
         attempt = partial(parts.dispatcher.evaluate, concurrency=request.concurrency)
-        places = asyncio.Semaphore(AT_ONCE if request.concurrency is None else 1)
-        passes = [
-            _in_turn(places, one_pass(parts.ledger, try_all, label, heldout))
-            for way, labels in request.labels().items()
-            for try_all in (partial(attempt, temperature=TEMPERATURES[way]),)
-            for label in labels
-        ]
+        slots = asyncio.Semaphore(PASSES_AT_ONCE if request.concurrency is None else 1)
+        passes: list[Coroutine[None, None, None]] = []
+        for way, labels in request.labels().items():
+            try_all = partial(attempt, temperature=TEMPERATURES[way])
+            passes += [_limited(slots, one_pass(parts.ledger, try_all, label, heldout)) for label in labels]
         try:
             await gather_or_cancel(passes)
         finally:
             _note_engine_time(parts, served)
 
 
-async def _in_turn(places: asyncio.Semaphore, work: Coroutine[None, None, None]) -> None:
+async def _limited(slots: asyncio.Semaphore, work: Coroutine[None, None, None]) -> None:
     try:
-        async with places:
+        async with slots:
             await work
     finally:
         work.close()  # in case it was never awaited
@@ -272,12 +270,12 @@ class TryCount:
     tasks: int
     progress: Progress
 
-    def look(self) -> None:
+    def report(self) -> None:
         """Count the finished tries."""
         if self.ledger.exists():
             with Archive.open(self.ledger) as archive:
-                of = [census for census in archive.census() if census.purpose.partition(".")[0] in self.labels]
-            ended = sum(census.outcomes[RolloutOutcome.GRADED] for census in of)
+                passes = [census for census in archive.census() if census.purpose.partition(".")[0] in self.labels]
+            ended = sum(census.outcomes[RolloutOutcome.GRADED] for census in passes)
             self.progress(ended, self.tasks * len(self.labels))
 
 

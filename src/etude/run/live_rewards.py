@@ -56,7 +56,7 @@ class LiveRewards:
         self._events = events
         self._count = count
         self._suspected: Mapping[str, Suspicion] = {}
-        self._rated, self._rated_then = 0, -WATCH_EVERY
+        self._rated, self._rated_at_search = 0, -WATCH_EVERY
         self._admission = Admission(config.rollouts, steps=config.trainer.steps, live=config.live)
         self._scorer = LiveScorer(formula, ledger.live.observed(formula.history))
 
@@ -67,26 +67,26 @@ class LiveRewards:
         Raises :class:`~etude.ledger.database.LedgerUnavailable`: sessions already recorded are then duplicates when
         they are offered again.
         """
-        spoken = [session for session in sessions if any(len(turn.completion_ids) for turn in session.turns)]
-        observed = [observed_session(session, self._config.feedback.reward) for session in spoken]
+        sampled = [session for session in sessions if any(len(turn.completion_ids) for turn in session.turns)]
+        observed = [observed_session(session, self._config.feedback.reward) for session in sampled]
         scored = self._scorer.score(observed)
         weights, suspected = self._protection([one.session for one in scored])
-        words = {}
-        for joined, one in zip(spoken, scored, strict=True):
+        outcomes = {}
+        for joined, one in zip(sampled, scored, strict=True):
             user = one.session.observation.user
             capped = replace(one.session.observation, weight=weights.get(user, 1.0))
             weighed = replace(one, session=replace(one.session, observation=capped))
-            words[joined.session.session_id] = self._offer(joined, weighed, suspected.get(user))
+            outcomes[joined.session.session_id] = self._offer(joined, weighed, suspected.get(user))
         self._scorer.learn(one.session for one in scored)
-        return [words.get(joined.session.session_id, EMPTY) for joined in sessions]
+        return [outcomes.get(joined.session.session_id, EMPTY) for joined in sessions]
 
     def _protection(self, scored: Sequence[ObservedSession]) -> tuple[Mapping[str, float], Mapping[str, Suspicion]]:
         """(User → weight of each of their sessions; user → suspicion, for users who are excluded from training)."""
         limits, everything = self._config.feedback.poisoning, [*self._scorer.sessions, *scored]
         self._rated += sum(_is_rated(session) for session in scored)
-        if self._rated - self._rated_then >= WATCH_EVERY:
+        if self._rated - self._rated_at_search >= WATCH_EVERY:
             rated = [_rated(session) for session in everything if _is_rated(session)]
-            self._suspected, self._rated_then = suspicions(rated, limits), self._rated
+            self._suspected, self._rated_at_search = suspicions(rated, limits), self._rated
         users = [session.observation.user for session in everything]
         return capped_weights(users, limits.largest_share), self._suspected
 

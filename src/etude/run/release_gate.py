@@ -26,9 +26,9 @@ from etude.releases.states import Release
 from etude.run.evaluate import (
     EvalRequest,
     evaluate,
+    evaluation_ledger,
     last_failure,
     ledger_of_tries,
-    place_of_tries,
     read_evaluation,
 )
 from etude.run.folder import RunFolder
@@ -64,7 +64,7 @@ class Measurement:
 
     def place(self, folder: RunFolder, config: ReleaseConfig) -> Path:
         """Its ledger, which depends on the weights, the suite and the reward's definition."""
-        return place_of_tries(folder, self.request(config), self.release.version, self.release.digest)
+        return evaluation_ledger(folder, self.request(config), self.release.version, self.release.digest)
 
 
 @final

@@ -67,20 +67,22 @@ def serving_version(
             "release": ReleaseConfig(),  # it serves only the evaluation
         }
     )
-    with tempfile.TemporaryDirectory(prefix="etude-serving-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="etude-serving-") as temporary_folder:
         place = "" if ledger is None else str(ledger.absolute())
-        bench = RunFolder.create(Path(scratch) / "run", config, ledger=place)
-        shutil.copytree(folder.model, bench.model)
-        with Publisher(open_log(bench)) as publisher:
+        scratch_run = RunFolder.create(Path(temporary_folder) / "run", config, ledger=place)
+        shutil.copytree(folder.model, scratch_run.model)
+        with Publisher(open_log(scratch_run)) as publisher:
             publisher.publish(pulled.state, version=pulled.version, step=pulled.version).result()
-        bench.endpoints.reserve(config)
-        with EventLog(bench.events, "supervisor") as events:
-            placement = place_here(bench, config)
-            specs = [process_spec(name, placement.fleet, str(bench.path)) for name in (ENGINE, GATEWAY)]
-            supervisor = Supervisor(specs, placement, bench, events, heartbeat_timeout_s=config.heartbeat_timeout_s)
+        scratch_run.endpoints.reserve(config)
+        with EventLog(scratch_run.events, "supervisor") as events:
+            placement = place_here(scratch_run, config)
+            specs = [process_spec(name, placement.fleet, str(scratch_run.path)) for name in (ENGINE, GATEWAY)]
+            supervisor = Supervisor(
+                specs, placement, scratch_run, events, heartbeat_timeout_s=config.heartbeat_timeout_s
+            )
             try:
                 supervisor.check()
-                yield ServedRun(folder=bench, supervisor=supervisor, version=pulled.version, digest=pulled.digest)
+                yield ServedRun(folder=scratch_run, supervisor=supervisor, version=pulled.version, digest=pulled.digest)
             finally:
                 supervisor.stop()
 

@@ -51,10 +51,10 @@ from etude.run.evaluate import (
     TryAll,
     TryCount,
     evaluate,
+    evaluation_ledger,
     graded_groups,
     last_failure,
     one_pass,
-    place_of_tries,
 )
 from etude.run.folder import RunFolder
 from etude.run.judging import JudgeState, OpenJudge, check_judge, open_judge, reward_digest
@@ -281,7 +281,7 @@ def try_version(
     results = replace(results, tries=tuple(tries))
     write_results(results, out)
     if not tries:
-        raise _none_succeeded(place_of_tries(folder, request, evaluation.version, evaluation.digest), limits)
+        raise _none_succeeded(evaluation_ledger(folder, request, evaluation.version, evaluation.digest), limits)
     return results
 
 
@@ -357,7 +357,7 @@ async def _try_all(tries: _Tries, progress: Progress) -> None:
             while not trying.done():
                 if passthrough.fault is not None:
                     raise passthrough.fault
-                count.look()
+                count.report()
                 await asyncio.wait({trying}, timeout=POLL_S)
             trying.result()
 

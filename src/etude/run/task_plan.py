@@ -10,7 +10,7 @@ tasks.
 from dataclasses import dataclass
 
 from etude.config.recipe import RunConfig
-from etude.config.tasks import ENDLESS
+from etude.config.tasks import ENDLESS_FAMILIES
 from etude.errors import ConfigError, UserError
 from etude.protocols import TaskFamily
 from etude.rollouts.admission import Admission
@@ -103,7 +103,7 @@ def plan_tasks(config: RunConfig, family: TaskFamily | None = None) -> TaskPlan:
     Raises :class:`~etude.errors.ConfigError` for tasks that cannot be read.
     """
     sizes: dict[Split, int | None] = dict.fromkeys(Split)
-    if config.tasks.family not in ENDLESS:
+    if config.tasks.family not in ENDLESS_FAMILIES:
         family = family or open_tasks(config)
         sizes = {split: family.size(split) for split in Split}
     needed = Admission(config.rollouts, steps=config.trainer.steps, live=config.live).groups_needed()

@@ -341,7 +341,7 @@ def _setup_call(text: str) -> Mapping[str, ast.expr]:
 
 def _setup_list(text: str, key: str) -> list[str]:
     value = _setup_call(text).get(key)
-    items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value] if value is not None else []
+    items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
     return [item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)]
 
 

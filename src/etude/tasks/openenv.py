@@ -87,7 +87,7 @@ class OpenEnvHarness:
     """Plays episodes of one environment; implements :class:`~etude.protocols.Harness`."""
 
     def __init__(self, options: OpenEnvHarnessOptions, context: HarnessContext) -> None:
-        assert isinstance(context.tasks.options, OpenEnvOptions), "the recipe has seen to it"
+        assert isinstance(context.tasks.options, OpenEnvOptions), "the recipe checks it"
         self._url = _root(context.tasks.options)
         self._options = options
         self._http = context.http
@@ -170,7 +170,7 @@ class OpenEnvHarness:
         try:
             schema: Json = answer["action"]
         except (LookupError, TypeError) as error:
-            raise SandboxError(f"the environment at {self._url} says no schema of its actions: {error!r}") from error
+            raise SandboxError(f"the environment at {self._url} gives no schema of its actions: {error!r}") from error
         return schema
 
 

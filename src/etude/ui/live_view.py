@@ -198,14 +198,18 @@ def _worth(part: SignalPart, observed: ObservedSession | None, rollout: Rollout 
     """One part of a session's reward: the answers, the value assumed for missing ones, and the resulting value."""
     answers = [] if observed is None else [*observed.answers.get(part.name, ())]
     value = None if rollout is None else rollout.reward_parts.get(part.name)
-    silent = sum(answer is None for answer in answers)
     return {
         **dict[str, Json](name=part.name, signal=part.signal, per=part.per, weight=part.weight),
         "answers": [*answers],
-        "silence": "" if not silent else "estimated" if part.missing == "estimate" else f"taken for {part.missing:g}",
+        "silence": _silence(part) if None in answers else "",
         "value": value,
         "worth": None if value is None else part.weight * value,
     }
+
+
+def _silence(part: SignalPart) -> str:
+    """The treatment of a missing answer, in words."""
+    return "estimated" if part.missing == "estimate" else f"taken for {part.missing:g}"
 
 
 def _rollout(archive: Archive, session_id: str) -> Rollout | None:

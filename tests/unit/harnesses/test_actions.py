@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from etude.harnesses.actions import OUTPUT_LETTERS, SHELL, Action, excerpt, read_actions, read_calls
+from etude.harnesses.actions import OUTPUT_CHARACTERS, SHELL, Action, excerpt, read_actions, read_calls
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import ChatMessage
 from etude.types import Finish, Ids, Turn
@@ -112,8 +112,8 @@ def test_a_branch_finds_the_prompt_that_goes_on_from_it_and_a_rewritten_history_
 
 
 def test_a_long_output_keeps_both_ends() -> None:
-    cut = excerpt("a" * OUTPUT_LETTERS + "b" * OUTPUT_LETTERS)
-    assert len(cut) < OUTPUT_LETTERS + 10
+    cut = excerpt("a" * OUTPUT_CHARACTERS + "b" * OUTPUT_CHARACTERS)
+    assert len(cut) < OUTPUT_CHARACTERS + 10
     assert cut.startswith("aaa") and cut.endswith("bbb")
     assert excerpt("short") == "short"
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.engines.native.sampling import Chances, draw_tensors
+from etude.engines.native.sampling import RowParams, draw_tensors
 from etude.models.arithmetic import AttentionRule, PagedRows
 from etude.models.fast import FastArithmetic
 from etude.models.kernels.draws import FASTEST_FALL, UNIT_BITS
@@ -216,7 +216,7 @@ def test_the_same_tokens_are_drawn() -> None:
     heat_R = torch.tensor([0.0, 1.0, 1.0, 0.7, 1e-4, 5.0, 0.0, 1.0, -1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     chance_R = torch.rand(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     chance_R[1:3] = torch.tensor([0.0, 1 - 2**-53])
-    chances = Chances(
+    chances = RowParams(
         temperatures=heat_R.unsqueeze(1),
         top_ks=torch.zeros(12, 1),
         top_ps=torch.ones(12, 1),

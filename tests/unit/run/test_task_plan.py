@@ -7,7 +7,7 @@ import pytest
 
 from etude.cli.main import main
 from etude.config.loading import default_recipe
-from etude.config.tasks import ENDLESS, THIRD_PARTY
+from etude.config.tasks import ENDLESS_FAMILIES, THIRD_PARTY_FAMILIES
 from etude.errors import ConfigError
 from etude.run.preflight import check_ready
 from etude.run.task_families import open_family
@@ -42,7 +42,7 @@ def test_a_side_without_tasks_is_refused_with_the_keys_that_help() -> None:
 
 
 def test_families_without_end_are_those_that_say_no_size() -> None:
-    for family in set(ENDLESS) - set(THIRD_PARTY):  # one of these needs a server
+    for family in set(ENDLESS_FAMILIES) - set(THIRD_PARTY_FAMILIES):  # one of these needs a server
         config = default_recipe([f"tasks.family={family}", "sandboxes.kind=ns"])
         assert open_family(config).size(Split.TRAIN) is None
         assert plan_tasks(config).train is None

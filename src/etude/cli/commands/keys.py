@@ -59,12 +59,19 @@ def list_keys(file: KeyPath) -> None:
     now = SystemClock().now()
     table = light_table("key", "scope", "created", "expires", "a minute", "label", broken=["a minute"])
     for key in KeyFile(file, now).load():
-        left_s = None if key.expires_at is None else key.expires_at - now
-        expires = "never" if left_s is None else f"in {left_s:,.0f} s" if left_s > 0 else "expired"
         bounds = {"requests": key.limits.requests_per_minute, "tokens": key.limits.tokens_per_minute}
         budget = ", ".join(f"{formatting.brief(bound)} {what}" for what, bound in bounds.items() if bound is not None)
-        table.add_row(key.key_id, key.scope.value, key.created[:10], expires, budget or formatting.MISSING, key.label)
+        table.add_row(
+            key.key_id, key.scope.value, key.created[:10], _expiry(key, now), budget or formatting.MISSING, key.label
+        )
     console().print(table)
+
+
+def _expiry(key: Key, now: float) -> str:
+    if key.expires_at is None:
+        return "never"
+    left_s = key.expires_at - now
+    return f"in {left_s:,.0f} s" if left_s > 0 else "expired"
 
 
 @app.command()

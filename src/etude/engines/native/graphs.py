@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from etude.engines.native.cache import PagedCache
-from etude.engines.native.sampling import Drawn, DrawnTensors, Sampler, Table, may_cut
+from etude.engines.native.sampling import Drawn, DrawnTensors, Sampler, Table, may_truncate
 from etude.engines.native.scheduler import ScheduledTokens
 from etude.engines.native.transfer import ByteSpan, join, split
 from etude.models.arithmetic import PagedRows
@@ -87,7 +87,7 @@ class StepGraphs:
 
         Waits for the device once. Raises like :meth:`~etude.engines.native.sampling.Sampler.sample`.
         """
-        kind = _kind(model, plan, truncates=may_cut(table_4R))
+        kind = _kind(model, plan, truncates=may_truncate(table_4R))
         captured = self._captured.get(kind)
         if captured is None:
             captured = self._captured[kind] = self._capture(model, kind)

@@ -118,7 +118,7 @@ class Sampler:
         if logits_RV.device.type == "cpu":
             return self._sample_on_host(logits_RV, table_4R, routes_RLk)
         (table,) = place([torch.from_numpy(table_4R)], logits_RV.device)
-        drawn = self.draw(logits_RV, table, routes_RLk, truncates=may_cut(table_4R))
+        drawn = self.draw(logits_RV, table, routes_RLk, truncates=may_truncate(table_4R))
         return drawn.read(fetch(drawn.tensors), len(logits_RV))
 
     def draw(self, logits_RV: Tensor, table_4R: Tensor, routes_RLk: Tensor | None, *, truncates: bool) -> DrawnTensors:
@@ -154,7 +154,7 @@ def choose(
     if logits_RV.device.type == "cpu":
         return draw_on_host(logits_RV, table_4R)[0].clamp(min=0)
     (table,) = place([torch.from_numpy(table_4R)], logits_RV.device)
-    return draw_on_device(logits_RV, table, truncates=may_cut(table_4R))[0].clamp(min=0)
+    return draw_on_device(logits_RV, table, truncates=may_truncate(table_4R))[0].clamp(min=0)
 
 
 def tabulated(params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Table:
@@ -186,7 +186,7 @@ def draw_on_host(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, MaskTensor
     )
 
 
-def may_cut(table_4R: Table) -> bool:
+def may_truncate(table_4R: Table) -> bool:
     """Report whether top-k or top-p may truncate any row."""
     temperatures_R, top_ks_R, top_ps_R, _ = table_4R
     return bool(((temperatures_R > 0) & ((top_ks_R > 0) | (top_ps_R < 1))).any())
@@ -198,20 +198,20 @@ def draw_on_device(logits_RV: Tensor, table_4R: Tensor, *, truncates: bool) -> t
     A mask is all false if its row is not truncated; without ``truncates`` there are no masks.
     """
     table = table_4R.unsqueeze(2)
-    chances = Chances(temperatures=table[0], top_ks=table[1], top_ps=table[2], uniforms=table[3], truncates=truncates)
+    params = RowParams(temperatures=table[0], top_ks=table[1], top_ps=table[2], uniforms=table[3], truncates=truncates)
     if logits_RV.is_cuda and not truncates:
-        return _draw_by_kernel(logits_RV, chances), None
-    return draw_tensors(logits_RV, chances)
+        return _draw_by_kernel(logits_RV, params), None
+    return draw_tensors(logits_RV, params)
 
 
-def _draw_by_kernel(logits_RV: Tensor, chances: "Chances") -> Tensor:
+def _draw_by_kernel(logits_RV: Tensor, params: "RowParams") -> Tensor:
     """[R] int64: the result of :func:`draw_tensors` without truncation, in one launch instead of seventy."""
     from etude.models.kernels.gpu import vocabulary
 
     return vocabulary.draw(
         logits_RV,
-        chances.temperatures.flatten(),
-        chances.uniforms.flatten(),
+        params.temperatures.flatten(),
+        params.uniforms.flatten(),
         unit_bits=UNIT_BITS,
         fastest_fall=FASTEST_FALL,
         nothing=_NOTHING,
@@ -254,7 +254,7 @@ _NOTHING = -52.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chances:
+class RowParams:
     """Sampling parameters of each row, [R, 1] float64 on the device of the logits."""
 
     temperatures: Tensor
@@ -265,27 +265,27 @@ class Chances:
     """True if top-k or top-p may truncate any row; known on the host."""
 
 
-def draw_tensors(logits_RV: Tensor, chances: Chances) -> tuple[Tensor, Tensor | None]:
+def draw_tensors(logits_RV: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
     """Draw one token per row: ids [R] int64, and the sampling mask [R, V] bool, all false where nothing is truncated.
 
     The id is ``NO_TOKEN`` if nothing can be drawn. The mask is ``None`` if no row may be truncated.
     """
     logits_RV = logits_RV.float()
     peaks_R1 = logits_RV.amax(-1, keepdim=True)
-    fit_R1 = peaks_R1.isfinite() & chances.temperatures.isfinite() & (chances.temperatures >= 0)
+    fit_R1 = peaks_R1.isfinite() & params.temperatures.isfinite() & (params.temperatures >= 0)
     logits_RV = torch.where(fit_R1, logits_RV, 0.0)
     keys_RV = _keys(logits_RV)
-    weights_RV = _weights(logits_RV, torch.where(fit_R1, peaks_R1, 0.0), chances.temperatures)
+    weights_RV = _weights(logits_RV, torch.where(fit_R1, peaks_R1, 0.0), params.temperatures)
     kept_RV = None
-    if chances.truncates:
-        kept_RV = _truncated(keys_RV, weights_RV, chances)
+    if params.truncates:
+        kept_RV = _truncated(keys_RV, weights_RV, params)
         weights_RV = weights_RV * kept_RV
         kept_RV &= ~kept_RV.all(-1, keepdim=True)
     sums_RV = weights_RV.cumsum(-1)
     totals_R1 = sums_RV[:, -1:]
-    targets_R1 = torch.minimum((chances.uniforms * totals_R1).long(), totals_R1 - 1)
+    targets_R1 = torch.minimum((params.uniforms * totals_R1).long(), totals_R1 - 1)
     drawn_R = (sums_RV <= targets_R1).sum(-1)
-    drawn_R = torch.where(chances.temperatures.squeeze(1) == 0, _first_largest(keys_RV), drawn_R)
+    drawn_R = torch.where(params.temperatures.squeeze(1) == 0, _first_largest(keys_RV), drawn_R)
     return torch.where(fit_R1.squeeze(1), drawn_R, NO_TOKEN), kept_RV
 
 
@@ -302,16 +302,16 @@ def _weights(logits_RV: Tensor, peaks_R1: Tensor, temperatures_R1: Tensor) -> Te
     return (exponents_RV.exp2() * 2.0**UNIT_BITS).long()
 
 
-def _truncated(keys_RV: Tensor, weights_RV: Tensor, chances: Chances) -> Tensor:
+def _truncated(keys_RV: Tensor, weights_RV: Tensor, params: RowParams) -> Tensor:
     """[R, V] bool: the tokens that remain after top-k and then top-p; all of a greedy row."""
     vocabulary = keys_RV.shape[1]
-    limits_R1 = chances.top_ks.long().clamp(max=vocabulary)
-    limits_R1 = torch.where((limits_R1 == 0) | (chances.temperatures == 0), vocabulary, limits_R1)
+    limits_R1 = params.top_ks.long().clamp(max=vocabulary)
+    limits_R1 = torch.where((limits_R1 == 0) | (params.temperatures == 0), vocabulary, limits_R1)
     kept_RV = _leading(keys_RV, torch.ones_like(weights_RV), limits_R1)
     weights_RV = weights_RV * kept_RV
     totals_R1 = weights_RV.sum(-1, keepdim=True)
-    needed_R1 = torch.minimum((totals_R1 * chances.top_ps).ceil().long(), totals_R1).clamp(min=1)
-    whole_R1 = (chances.top_ps >= 1) | (chances.temperatures == 0)
+    needed_R1 = torch.minimum((totals_R1 * params.top_ps).ceil().long(), totals_R1).clamp(min=1)
+    whole_R1 = (params.top_ps >= 1) | (params.temperatures == 0)
     return kept_RV & (whole_R1 | _leading(keys_RV, weights_RV, needed_R1))
 
 

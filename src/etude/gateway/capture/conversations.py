@@ -91,7 +91,7 @@ class AnswerPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recorded:
+class _RecordedAnswer:
     """An answer with its call."""
 
     call: Call
@@ -137,9 +137,9 @@ class Conversation:
         self._turns = TurnStore() if turns is None else turns
         self._trees: list[tuple[_Preamble, Node]] = []
         self._last_search: tuple[Call, Node, TreeMatch] | None = None  # until a turn is recorded
-        self._answers: dict[str, _Recorded] = {}  # by answer id, oldest first; at most one per turn
-        self._requests: dict[str, list[_Recorded]] = {}
-        self._replays: deque[_Recorded] = deque()  # calls that a fork must repeat, the next one first
+        self._answers: dict[str, _RecordedAnswer] = {}  # by answer id, oldest first; at most one per turn
+        self._requests: dict[str, list[_RecordedAnswer]] = {}
+        self._replays: deque[_RecordedAnswer] = deque()  # calls that a fork must repeat, the next one first
 
     @property
     def turns(self) -> list[Turn]:
@@ -215,7 +215,7 @@ class Conversation:
             replace(reply, turn=self._turns[index].without_prompt)
             for index, reply in enumerate(answer.replies, first_turn)
         )
-        recorded = _Recorded(
+        recorded = _RecordedAnswer(
             call=Call(sampling=call.sampling, single_call=call.single_call, instructed=call.instructed),
             end=end,
             answer=replace(answer, replies=replies),
@@ -261,12 +261,12 @@ class Conversation:
         have been repeated.
         """
         forked = Conversation(session_id, self._format, self._turns.copy())
-        twins: dict[Node, Node] = {}
+        copies: dict[Node, Node] = {}
         for preamble, root in self._trees:
-            twins |= copy_tree(root)
-            forked._trees.append((preamble, twins[root]))
+            copies |= copy_tree(root)
+            forked._trees.append((preamble, copies[root]))
         for answer_id, recorded in self._answers.items():
-            end = None if recorded.end is None else twins[recorded.end]
+            end = None if recorded.end is None else copies[recorded.end]
             forked._answers[answer_id] = replace(recorded, end=end)
         forked._replays.extend(forked._answers.values())
         return forked
@@ -342,7 +342,7 @@ class Conversation:
             self._trees.append((_preamble(call), root))
         return insert(match, messages), None if match.reply is None else match.reply.turn
 
-    def _same_call(self, call: Call, candidates: Sequence[_Recorded]) -> Answer | None:
+    def _same_call(self, call: Call, candidates: Sequence[_RecordedAnswer]) -> Answer | None:
         """The newest answer to a call that equals ``call`` apart from streaming."""
         try:
             ids = None if call.prompt is None else self._raw_ids(call.prompt)
@@ -454,14 +454,14 @@ def insert(match: TreeMatch, messages: Sequence[ChatMessage]) -> Node:
 
 def copy_tree(root: Node) -> dict[Node, Node]:
     """Copy a whole tree; return each node with its copy. Messages are immutable and shared."""
-    twins, nodes = {root: Node(root.message)}, [root]
+    copies, nodes = {root: Node(root.message)}, [root]
     while nodes:
         node = nodes.pop()
         for child in node.children:
-            twins[child] = twins[node].add(child.message, child.turn)
-            twins[child].echo = child.echo
+            copies[child] = copies[node].add(child.message, child.turn)
+            copies[child].echo = child.echo
         nodes.extend(node.children)
-    return twins
+    return copies
 
 
 def free_tree(root: Node) -> None:

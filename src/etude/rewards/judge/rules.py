@@ -131,11 +131,14 @@ def factuality(task: str, work: str) -> tuple[int, str]:
         return FACTUALITY_SCORES[0], "the task shows no function"
     names = defined[1] in WORDS.findall(work)
     returned_text, summary = returned[-1].strip(), " ".join(work.split())
-    overlap = 2 if returned_text in summary else 1 if _shares_words(returned_text, summary) else 0
-    reason = (
-        f"the name is {'there' if names else 'missing'}, and of what it returns {('nothing', 'some', 'all')[overlap]}"
-    )
-    return FACTUALITY_SCORES[0] + names + overlap, reason
+    if returned_text in summary:
+        points, amount = 2, "all"
+    elif _shares_words(returned_text, summary):
+        points, amount = 1, "some"
+    else:
+        points, amount = 0, "nothing"
+    reason = f"the name is {'there' if names else 'missing'}, and of what it returns {amount}"
+    return FACTUALITY_SCORES[0] + names + points, reason
 
 
 SUMMARY_RULES: Mapping[str, Callable[[str, str], tuple[int, str]]] = MappingProxyType(

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from etude.harnesses.actions import Action, excerpt
 
-MAX_LETTERS = 32_000
+MAX_CHARACTERS = 32_000
 """Maximum number of characters of an argument that are parsed, half at each end: the agent controls the text."""
 RUN_LETTERS = 4_000
 """Limit of one simple command."""
@@ -113,7 +113,7 @@ def acts_of(action: Action, *, workdir: str, existing: frozenset[str]) -> tuple[
     acts: list[Act] = []
     path = next((action.arguments[name] for name in sorted(PATHS & action.arguments.keys())), "")
     for name, whole in action.arguments.items():
-        value = excerpt(whole, MAX_LETTERS)
+        value = excerpt(whole, MAX_CHARACTERS)
         if name in COMMANDS and not (path and value.split(" ")[0] in EDITOR):
             acts.append(Act(Surface.TEXT, value, name))
             acts += [Act(surface, text, name) for surface, text in shell_acts(value)]
@@ -157,13 +157,23 @@ def simple_commands(text: str) -> list[SimpleCommand]:
 def code_acts(code: str) -> Iterator[tuple[Surface, str]]:
     """The files that a program's source opens by name, as acts."""
     for path, mode in OPENED.findall(code):
-        yield (
-            Surface.CREATE if set(mode) & set("wx") else Surface.ALTER if set(mode) & set("a+") else Surface.READ,
-            path,
-        )
+        yield _opened_as(mode), path
     for path, method in PATHLIB.findall(code):
-        reads, alters = method.startswith("read"), method in ("unlink", "rename")
-        yield Surface.READ if reads else Surface.ALTER if alters else Surface.CREATE, path
+        yield _called_as(method), path
+
+
+def _opened_as(mode: str) -> Surface:
+    """The surface of a file that is opened in a mode of ``open``."""
+    if set(mode) & set("wx"):
+        return Surface.CREATE
+    return Surface.ALTER if set(mode) & set("a+") else Surface.READ
+
+
+def _called_as(method: str) -> Surface:
+    """The surface of a file on whose path a method of ``pathlib`` is called."""
+    if method.startswith("read"):
+        return Surface.READ
+    return Surface.ALTER if method in ("unlink", "rename") else Surface.CREATE
 
 
 def settle_path(path: str, workdir: str) -> str:

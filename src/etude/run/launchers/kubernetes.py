@@ -92,7 +92,9 @@ def _image(reference: str) -> Manifest:
     folder, slash, last = place.rpartition("/")  # a registry port is not a tag
     name, _, tag = last.partition(":")
     image: Manifest = {"name": f"{folder}{slash}{name}"}
-    return image | ({"digest": digest} if digest else {"newTag": tag} if tag else {})
+    if digest:
+        return image | {"digest": digest}
+    return image | {"newTag": tag} if tag else image
 
 
 class _Plain(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without types

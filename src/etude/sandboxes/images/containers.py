@@ -488,7 +488,9 @@ def _account(text: str, trees: Sequence[Path]) -> tuple[int, int, str]:
     rows = _passwd_rows(name, trees)
     groups = [row[2] for row in _rows(trees, "etc/group") if len(row) > 2 and group in (row[0], row[2])]
     uid = rows[0][2] if rows else name
-    gid = (groups[0] if groups else group) if group else (rows[0][3] if rows else "0")
+    own_gid = rows[0][3] if rows else "0"
+    named_gid = groups[0] if groups else group
+    gid = named_gid if group else own_gid
     if not uid.isdecimal() or not gid.isdecimal():
         raise ConfigError(f"USER {text}: /etc/passwd or /etc/group of the image has no such row: add it, or drop USER")
     if int(uid) not in USERS:

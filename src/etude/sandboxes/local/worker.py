@@ -90,7 +90,7 @@ class CommandWorker:
 
     def serve(self) -> None:
         """Send the capabilities, then answer requests until the provider disconnects."""
-        _write_frame(self._hear())
+        _write_frame(self._receive())
         while request := _read_frame():
             _write_frame(json.dumps(self.execute(json.loads(request))).encode())
 
@@ -141,13 +141,13 @@ class CommandWorker:
             if REQUESTS in ready:
                 sys.exit()  # a request before the last answer means that the provider has disconnected
             if self._control.fileno() in ready:
-                ending = json.loads(self._hear())
+                ending = json.loads(self._receive())
                 return ending["exit_code"], ending["error"], timed_out
             for descriptor in ready:
                 if not outputs[descriptor].read():
                     poller.unregister(descriptor)
 
-    def _hear(self) -> bytes:
+    def _receive(self) -> bytes:
         message = self._control.recv(MESSAGE_LIMIT_BYTES)
         if not message:
             sys.exit("a sandbox zygote died; its worker ends too")

@@ -110,7 +110,9 @@ class Commands:
             pipe.close_write_end()
         timed_out = await self._see_end(body["id"], ending, command.timeout_s)
         status = self._status(await self._end(ending))
-        exit_code = KILLED if timed_out else 128 - status if status < 0 else status
+        exit_code = status if status >= 0 else 128 - status
+        if timed_out:
+            exit_code = KILLED
         return exec_result(pipes, exit_code, timed_out=timed_out, start_s=start_s)
 
     async def _start(self, body: Mapping[str, Any], descriptors: Sequence[int]) -> asyncio.Future[dict[str, Any]]:

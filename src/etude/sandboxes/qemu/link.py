@@ -108,7 +108,7 @@ class GuestLink:
         try:
             while data := await loop.sock_recv(port, CHUNK_BYTES):
                 for message in inbox.feed(data):
-                    self._hear(message)
+                    self._receive(message)
         except (OSError, FrameError, KeyError, TypeError, ValueError, OverflowError) as error:
             self._fail(f"the virtual machine talks nonsense: {error!r}")
         else:
@@ -125,7 +125,7 @@ class GuestLink:
         except OSError as error:
             self._fail(f"the virtual machine hung up: {error}")
 
-    def _hear(self, message: GuestMessage) -> None:
+    def _receive(self, message: GuestMessage) -> None:
         head = message.head
         if head.get("do") == "open" or head.get("do") in TUNNEL_WORDS:
             self._forwarders.receive(head, message.body)

@@ -103,7 +103,7 @@ class SandboxServer:
         self._ttls_s: dict[RegisteredSandbox, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._snapshots: dict[str, dict[str, Image]] = {name: {} for name in clients}
-        self._under_way = 0
+        self._in_flight = 0
 
     def __len__(self) -> int:
         """Sandboxes that are open or being made."""
@@ -144,14 +144,14 @@ class SandboxServer:
         async def answer(request: web.Request) -> web.Response:
             try:
                 registered = RegisteredSandbox(_client(request, self._names), request.match_info.get("name", ""))
-                if self._under_way >= self._most_requests and not is_urgent:
-                    raise SandboxesBusy(f"{self._under_way} requests are under way: try again later")
-                self._under_way += 1
+                if self._in_flight >= self._most_requests and not is_urgent:
+                    raise SandboxesBusy(f"{self._in_flight} requests are in flight: try again later")
+                self._in_flight += 1
                 try:
                     return _response(await handle(registered, await _body(request)))
                 finally:
-                    self._under_way -= 1
-            except _Stranger as error:
+                    self._in_flight -= 1
+            except _UnknownKeyError as error:
                 return _refuse(wire.ErrorReply(fault=wire.ErrorKind.KEY, message=str(error)))
             except (EtudeError, ValueError) as error:
                 return _refuse(wire.ErrorReply.of(error))
@@ -244,16 +244,16 @@ class SandboxServer:
         return await self._with(registered, lambda sandbox: sandbox.export(choice.paths, limit_bytes=limit_bytes))
 
     async def _snapshot(self, registered: RegisteredSandbox, body: bytes) -> Answer:
-        reply_body = self._snapshots[registered.holder]
+        snapshots = self._snapshots[registered.holder]
 
         async def keep(sandbox: Sandbox) -> Answer:
-            if len(reply_body) >= self._limits.snapshots:
+            if len(snapshots) >= self._limits.snapshots:
                 raise SandboxError(
-                    f"{len(reply_body)} snapshots of this key are kept, which is the limit of this server"
+                    f"{len(snapshots)} snapshots of this key are kept, which is the limit of this server"
                 )
             image = await sandbox.snapshot()
             name = f"{SNAPSHOT}{uuid.uuid4().hex}"
-            reply_body[name] = image
+            snapshots[name] = image
             return wire.ImageReply(image=Image(digest=name, environment=image.environment, workdir=image.workdir))
 
         return await self._with(registered, keep)
@@ -275,7 +275,7 @@ class SandboxServer:
 
     def _make(
         self,
-        helds: Sequence[RegisteredSandbox],
+        sandboxes: Sequence[RegisteredSandbox],
         limits: SandboxLimits,
         ttl_s: float,
         make: "Callable[[], Coroutine[None, None, Sequence[Sandbox]]]",
@@ -285,30 +285,29 @@ class SandboxServer:
         """
         if self._draining:
             raise SandboxesBusy("this server is being drained, and takes no new sandboxes: use another one")
-        self._registry.take(helds, limits, ttl_s, time.monotonic())
+        self._registry.take(sandboxes, limits, ttl_s, time.monotonic())
         batch = asyncio.create_task(make())
-        for index, registered in enumerate(helds):
+        for index, registered in enumerate(sandboxes):
             self._sandboxes[registered] = asyncio.create_task(_one(batch, index))
             self._ttls_s[registered] = ttl_s
 
-    async def _made(self, helds: Sequence[RegisteredSandbox]) -> Sequence[Sandbox]:
+    async def _made(self, sandboxes: Sequence[RegisteredSandbox]) -> Sequence[Sandbox]:
         """Sandboxes that were requested together, once they are made; if one fails, all are unregistered.
 
         A waiting request keeps them meanwhile: making one may take longer than a lease.
         """
-        makings = {registered: self._sandboxes[registered] for registered in helds}
-        for registered in helds:
+        pending = {registered: self._sandboxes[registered] for registered in sandboxes}
+        for registered in sandboxes:
             self._registry.begin(registered, time.monotonic())
         try:
-            return [await asyncio.shield(making) for making in makings.values()]
+            return [await asyncio.shield(task) for task in pending.values()]
         except (EtudeError, ValueError):
-            for registered, _ in (
-                makings.items() & self._sandboxes.items()
-            ):  # a repeated request may have made a new one
+            # A repeated request may have made a new one, which stays.
+            for registered, _ in pending.items() & self._sandboxes.items():
                 self._close(registered)
             raise
         finally:
-            for registered, _ in makings.items() & self._sandboxes.items():
+            for registered, _ in pending.items() & self._sandboxes.items():
                 self._registry.end(registered, time.monotonic())
 
     def _close(self, registered: RegisteredSandbox) -> "asyncio.Task[None]":
@@ -343,7 +342,7 @@ def _metrics_of(
     async def show(request: web.Request) -> web.Response:
         try:
             host = (await report(RegisteredSandbox(_client(request, names), ""), b"")).report
-        except _Stranger as error:
+        except _UnknownKeyError as error:
             return _refuse(wire.ErrorReply(fault=wire.ErrorKind.KEY, message=str(error)))
         values = {
             "etude_host_sandboxes": host.sandboxes,
@@ -355,7 +354,7 @@ def _metrics_of(
     return show
 
 
-class _Stranger(Exception):
+class _UnknownKeyError(Exception):
     """A request without a valid key."""
 
 
@@ -364,7 +363,7 @@ def _client(request: web.Request, names: Mapping[str, str]) -> str:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     client = names.get(hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest())
     if scheme.lower() != "bearer" or client is None:
-        raise _Stranger("this key is not known here: send Authorization: Bearer KEY")
+        raise _UnknownKeyError("this key is not known here: send Authorization: Bearer KEY")
     return client
 
 

@@ -22,7 +22,7 @@ MAX_FEATURES = 600
 """The most common ones, by sessions: as many as a few hundred sessions can weigh."""
 MIN_SESSIONS = 3
 """Fewest sessions of a feature: in fewer, it identifies the session, not the machine."""
-MAX_LETTERS = 20_000
+MAX_CHARACTERS = 20_000
 """Characters of an observation that are read."""
 DEPTH = 2
 """Folders of a path that belong to the machine."""
@@ -46,7 +46,7 @@ WORD = re.compile(r"(?<![\w/.=-])[A-Za-z][a-z]{3,15}(?![\w/=(-])")
 
 def features_of(observation: ToolObservation) -> frozenset[str]:
     """All features of one observation."""
-    text = observation.observation[:MAX_LETTERS]
+    text = observation.observation[:MAX_CHARACTERS]
     return frozenset((*_machine(text), *_form(observation), *_words(text)))
 
 

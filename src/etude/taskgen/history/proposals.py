@@ -65,7 +65,9 @@ class Proposal:
     @property
     def difficulty(self) -> str:
         """By the size of the change: ``easy``, ``medium`` or ``hard``."""
-        return "easy" if self.lines <= EASY_LINES else "medium" if self.lines <= MEDIUM_LINES else "hard"
+        if self.lines <= EASY_LINES:
+            return "easy"
+        return "medium" if self.lines <= MEDIUM_LINES else "hard"
 
 
 def propose(change: Change, files: ChangedFiles, project: Project) -> list[Proposal] | Rejection:

@@ -40,7 +40,9 @@ def difficulty_of(record: TaskRecordOfTries | None, by_size: str) -> str:
     """The difficulty of a task: by its tries where there are enough, else as it was."""
     if record is None or record.tries < MIN_TRIES:
         return by_size
-    return "easy" if record.rate >= EASY_FROM else "hard" if record.rate <= HARD_TO else "medium"
+    if record.rate >= EASY_FROM:
+        return "easy"
+    return "hard" if record.rate <= HARD_TO else "medium"
 
 
 def gather_tries(tries: Mapping[str, list[bool]]) -> dict[str, TaskRecordOfTries]:

@@ -49,7 +49,7 @@ class TextFiles:
 
         Raises :class:`~etude.errors.ConfigError` if there is no text to train on.
         """
-        chosen = [file for file in _files(path) if _is_on(file, path, side)]
+        chosen = [file for file in _files(path) if _is_on_side(file, path, side)]
         if not chosen and side.split is Split.TRAIN:
             raise ConfigError(f"text:{path}: there is no text file to train on")
         sizes = [file.stat().st_size for file in chosen]
@@ -85,7 +85,7 @@ class TextFiles:
 
 def _tail(read: bytes) -> int:
     """Number of bytes at the beginning that belong to an earlier character."""
-    return next((place for place, byte in enumerate(read[:MAX_TAIL_BYTES]) if byte & 0xC0 != 0x80), MAX_TAIL_BYTES)
+    return next((index for index, byte in enumerate(read[:MAX_TAIL_BYTES]) if byte & 0xC0 != 0x80), MAX_TAIL_BYTES)
 
 
 def _files(path: Path) -> Sequence[Path]:
@@ -94,7 +94,7 @@ def _files(path: Path) -> Sequence[Path]:
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
 
-def _is_on(file: Path, path: Path, side: Side) -> bool:
+def _is_on_side(file: Path, path: Path, side: Side) -> bool:
     return side.split is Split.TRAIN if file == path else side.has(str(file.relative_to(path)).encode())
 
 

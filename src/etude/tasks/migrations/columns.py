@@ -25,15 +25,15 @@ from etude.tasks.migrations.problems import (
     MigrationProblem,
     Row,
     Rows,
-    asks,
-    dates,
-    holds,
-    lacks,
-    numbers,
-    ordinary_tables,
-    refuses,
+    expect_answer,
+    expect_columns,
+    expect_error,
+    expect_no_column,
+    expect_ordinary_tables,
+    expect_rows,
+    random_dates,
+    random_ids,
     shuffled,
-    typed,
 )
 from etude.types import Json, Query
 
@@ -119,10 +119,10 @@ def backfill(variant: str, rng: Random) -> MigrationProblem:
     column, words = summary.column.format(child=child), summary.words.format(child=child)
 
     def draw() -> Rows:
-        parents: list[Row] = [{"id": i, "name": rng.choice(FAMILY_NAMES)} for i in numbers(rng, 16)]
+        parents: list[Row] = [{"id": i, "name": rng.choice(FAMILY_NAMES)} for i in random_ids(rng, 16)]
         owners = [row["id"] for row in rng.sample(parents, 13)]
         whose = [*owners, *owners[1:9], *rng.choices(owners[1:9], k=15)]
-        rows = zip(numbers(rng, 36), whose, dates(rng, 36), strict=True)
+        rows = zip(random_ids(rng, 36), whose, random_dates(rng, 36), strict=True)
         children: list[Row] = [
             {"id": i, key: owner, "amount": rng.choice((5, 10, 20, 50)), "made_on": day} for i, owner, day in rows
         ]
@@ -151,15 +151,15 @@ def backfill(variant: str, rng: Random) -> MigrationProblem:
         seen=seen,
         unseen=unseen,
         queries=(
-            holds(parent, ("id", "name", column), after),
-            typed(parent, (column, summary.kind, required)),
-            asks(
+            expect_rows(parent, ("id", "name", column), after),
+            expect_columns(parent, (column, summary.kind, required)),
+            expect_answer(
                 f"SELECT {column} FROM public.{parent} WHERE id = {NEW_ID}",
                 (summary.empty,),
                 setup=f"INSERT INTO public.{parent} (id, name) VALUES ({NEW_ID}, 'new')",
             ),
-            holds(child, ("id", key, "amount", "made_on"), unseen[child]),
-            ordinary_tables(parent, child),
+            expect_rows(child, ("id", key, "amount", "made_on"), unseen[child]),
+            expect_ordinary_tables(parent, child),
         ),
         reference=right,
         mistakes=(
@@ -201,7 +201,7 @@ def split_name(variant: str, rng: Random) -> MigrationProblem:
     def draw() -> tuple[list[Row], list[Row]]:
         before: list[Row] = []
         after: list[Row] = []
-        for place, i in enumerate(numbers(rng, 24)):
+        for place, i in enumerate(random_ids(rng, 24)):
             given, family = rng.choice(GIVEN_NAMES), rng.choice(FAMILY_NAMES)
             if place % 4 == 1:
                 given, family = (given, f"de {family}") if variant == "first word" else (f"{given} Maria", family)
@@ -228,11 +228,11 @@ def split_name(variant: str, rng: Random) -> MigrationProblem:
         seen={table: seen},
         unseen={table: unseen},
         queries=(
-            holds(table, ("id", "first_name", "last_name"), after),
-            typed(table, ("first_name", "text", True), ("last_name", "text", True)),
-            lacks(table, "full_name"),
-            refuses(f"INSERT INTO public.{table} (id, first_name) VALUES ({NEW_ID}, NULL)", NOT_NULL),
-            ordinary_tables(table),
+            expect_rows(table, ("id", "first_name", "last_name"), after),
+            expect_columns(table, ("first_name", "text", True), ("last_name", "text", True)),
+            expect_no_column(table, "full_name"),
+            expect_error(f"INSERT INTO public.{table} (id, first_name) VALUES ({NEW_ID}, NULL)", NOT_NULL),
+            expect_ordinary_tables(table),
         ),
         reference=add + fill + strict + drop,
         mistakes=(
@@ -280,7 +280,7 @@ def labels(variant: str, rng: Random) -> MigrationProblem:
         seen={table: seen},
         unseen={table: unseen},
         queries=(
-            asks(
+            expect_answer(
                 f"SELECT id, {column}::text FROM public.{table} ORDER BY id",
                 *((row["id"], meanings.get(str(row[column]).strip().lower(), "unknown")) for row in unseen),
             ),
@@ -301,7 +301,9 @@ def _noisy(rng: Random, column: str, words: Sequence[str]) -> list[Row]:
     """
     values = [*words, *(word.upper() for word in words), *(f" {word.title()} " for word in words)]
     values += ["n/a", "?", "", "opened", rng.choice(tuple(SYNONYMS))]
-    return [{"id": i, column: word} for i, word in zip(numbers(rng, len(values)), shuffled(rng, values), strict=True)]
+    return [
+        {"id": i, column: word} for i, word in zip(random_ids(rng, len(values)), shuffled(rng, values), strict=True)
+    ]
 
 
 def _label_questions(table: str, column: str, made: str) -> tuple[Query, ...]:
@@ -309,15 +311,15 @@ def _label_questions(table: str, column: str, made: str) -> tuple[Query, ...]:
     wrong = f"INSERT INTO public.{table} (id, {column}) VALUES ({NEW_ID}, 'Open')"
     listed = "SELECT enumlabel::text FROM pg_enum WHERE enumtypid = 'public.{}'::regtype ORDER BY enumsortorder"
     return (
-        typed(table, (column, made if is_text else f"public.{made}", True)),
-        asks(
+        expect_columns(table, (column, made if is_text else f"public.{made}", True)),
+        expect_answer(
             f"SELECT {column}::text FROM public.{table} WHERE id = {NEW_ID}",
             ("open",),
             setup=f"INSERT INTO public.{table} (id) VALUES ({NEW_ID})",
         ),
-        refuses(wrong, CHECKED if is_text else NO_LABEL),
-        ordinary_tables(table),
-        *(() if is_text else (asks(listed.format(made), *((label,) for label in LABELS)),)),
+        expect_error(wrong, CHECKED if is_text else NO_LABEL),
+        expect_ordinary_tables(table),
+        *(() if is_text else (expect_answer(listed.format(made), *((label,) for label in LABELS)),)),
     )
 
 
@@ -355,7 +357,7 @@ def moments(variant: str, rng: Random) -> MigrationProblem:
     def draw() -> tuple[list[Row], list[Row]]:
         before: list[Row] = []
         after: list[Row] = []
-        for place, i in enumerate(numbers(rng, 24)):
+        for place, i in enumerate(random_ids(rng, 24)):
             old, new = _moment(variant, place, rng.randrange(1_600_000_000, LATEST))
             before.append({"id": i, column: old})
             after.append({"id": i, column: new})
@@ -372,10 +374,10 @@ def moments(variant: str, rng: Random) -> MigrationProblem:
         seen={table: seen},
         unseen={table: unseen},
         queries=(
-            holds(table, ("id", column), after),
-            typed(table, (column, "timestamp with time zone", not optional)),
-            *(() if optional else (refuses(f"INSERT INTO public.{table} VALUES ({NEW_ID}, NULL)", NOT_NULL),)),
-            ordinary_tables(table),
+            expect_rows(table, ("id", column), after),
+            expect_columns(table, (column, "timestamp with time zone", not optional)),
+            *(() if optional else (expect_error(f"INSERT INTO public.{table} VALUES ({NEW_ID}, NULL)", NOT_NULL),)),
+            expect_ordinary_tables(table),
         ),
         reference=relax + change.format(read),
         mistakes=(
@@ -432,7 +434,7 @@ def cents(variant: str, rng: Random) -> MigrationProblem:
     def draw() -> tuple[list[Row], list[Row]]:
         before: list[Row] = []
         after: list[Row] = []
-        for place, i in enumerate(numbers(rng, 24)):
+        for place, i in enumerate(random_ids(rng, 24)):
             old, new = _price(variant, place, rng.randrange(1, 900_000))
             before.append({"id": i, column: old})
             after.append({"id": i, f"{column}_cents": new})
@@ -449,12 +451,12 @@ def cents(variant: str, rng: Random) -> MigrationProblem:
         seen={table: seen},
         unseen={table: unseen},
         queries=(
-            holds(table, ("id", f"{column}_cents"), after),
-            typed(table, (f"{column}_cents", "bigint", True)),
-            lacks(table, column),
-            refuses(f"INSERT INTO public.{table} (id, {column}_cents) VALUES ({NEW_ID}, -1)", CHECKED),
-            refuses(f"INSERT INTO public.{table} (id, {column}_cents) VALUES ({NEW_ID}, NULL)", NOT_NULL),
-            ordinary_tables(table),
+            expect_rows(table, ("id", f"{column}_cents"), after),
+            expect_columns(table, (f"{column}_cents", "bigint", True)),
+            expect_no_column(table, column),
+            expect_error(f"INSERT INTO public.{table} (id, {column}_cents) VALUES ({NEW_ID}, -1)", CHECKED),
+            expect_error(f"INSERT INTO public.{table} (id, {column}_cents) VALUES ({NEW_ID}, NULL)", NOT_NULL),
+            expect_ordinary_tables(table),
         ),
         reference=add.format(read) + strict + drop,
         mistakes=(

@@ -24,7 +24,7 @@ from etude.protocols import FamilyContext
 from etude.sandbox_spec import EnvironmentSpec, Service, ServiceKind
 from etude.tasks.heldout import HeldoutTasks
 from etude.tasks.migrations import columns, tables
-from etude.tasks.migrations.problems import MigrationKind, MigrationProblem, exchange, inserts
+from etude.tasks.migrations.problems import MigrationKind, MigrationProblem, inserts, replace_rows
 from etude.types import QueryChecks, Split, Task
 
 KINDS: tuple[MigrationKind, ...] = (*columns.KINDS, *tables.KINDS)
@@ -93,7 +93,7 @@ def migration_task(problem: MigrationProblem, template: str, split: Split) -> Ta
         split=split,
         prompt=f"{problem.request}\n\n{RULES}",
         files={},
-        checks=QueryChecks(path=PATH, queries=problem.queries, unseen=exchange(problem.unseen)),
+        checks=QueryChecks(path=PATH, queries=problem.queries, unseen=replace_rows(problem.unseen)),
         environment=EnvironmentSpec(services=(Service(kind=ServiceKind.POSTGRES, setup=setup),)),
     )
 

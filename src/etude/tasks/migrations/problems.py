@@ -85,12 +85,12 @@ def inserts(rows: Rows) -> str:
     return "\n".join(statements)
 
 
-def exchange(rows: Rows) -> str:
+def replace_rows(rows: Rows) -> str:
     """SQL that replaces the rows of tables by others."""
     return f"TRUNCATE {', '.join(rows)};\n{inserts(rows)}"
 
 
-def holds(table: str, columns: Sequence[str], rows: Sequence[Row]) -> Query:
+def expect_rows(table: str, columns: Sequence[str], rows: Sequence[Row]) -> Query:
     """Query that expects exactly these rows in a table, ordered by the first of these columns."""
     return Query(
         sql=f"SELECT {', '.join(columns)} FROM public.{table} ORDER BY {columns[0]}",
@@ -98,17 +98,17 @@ def holds(table: str, columns: Sequence[str], rows: Sequence[Row]) -> Query:
     )
 
 
-def asks(sql: str, *rows: tuple[Json, ...], setup: str = "") -> Query:
+def expect_answer(sql: str, *rows: tuple[Json, ...], setup: str = "") -> Query:
     """Query with its expected answer."""
     return Query(sql=sql, rows=rows, setup=setup)
 
 
-def refuses(sql: str, state: str, setup: str = "") -> Query:
+def expect_error(sql: str, state: str, setup: str = "") -> Query:
     """Statement that must fail."""
     return Query(sql=sql, rows=(), fails_with=state, setup=setup)
 
 
-def typed(table: str, *columns: tuple[str, str, bool]) -> Query:
+def expect_columns(table: str, *columns: tuple[str, str, bool]) -> Query:
     """Query that expects these columns in a table: name, type, whether a value is required."""
     names = ", ".join(literal(name) for name, _, _ in columns)
     return Query(
@@ -119,12 +119,12 @@ def typed(table: str, *columns: tuple[str, str, bool]) -> Query:
     )
 
 
-def constrained(table: str, kind: str, column: str) -> Query:
+def expect_constraint(table: str, kind: str, column: str) -> Query:
     """Query that expects one validated constraint of a kind (``u`` unique, ``f`` foreign key) over just this column.
 
     The right error alone does not prove a constraint: the default of another column could raise it, too.
     """
-    return asks(
+    return expect_answer(
         "SELECT a.attname::text, convalidated, NOT condeferrable FROM pg_constraint c "
         "JOIN pg_attribute a ON a.attrelid = c.conrelid AND c.conkey = ARRAY[a.attnum] "
         f"WHERE c.conrelid = 'public.{table}'::regclass AND c.contype = '{kind}'",
@@ -132,16 +132,16 @@ def constrained(table: str, kind: str, column: str) -> Query:
     )
 
 
-def lacks(table: str, column: str) -> Query:
+def expect_no_column(table: str, column: str) -> Query:
     """Query that expects a table to have no such column."""
-    return asks(
+    return expect_answer(
         f"SELECT count(*) FROM pg_attribute WHERE attrelid = 'public.{table}'::regclass "
         f"AND attname = {literal(column)} AND NOT attisdropped",
         (0,),
     )
 
 
-def ordinary_tables(*tables: str) -> Query:
+def expect_ordinary_tables(*tables: str) -> Query:
     """Query that expects ordinary tables: stored rows, and no trigger, rule or policy.
 
     A view, or a trigger that raises the right error, could pass all other queries.
@@ -156,12 +156,12 @@ def ordinary_tables(*tables: str) -> Query:
     )
 
 
-def gone(relation: str) -> Query:
+def expect_no_relation(relation: str) -> Query:
     """Query that expects no relation of this name."""
-    return asks(f"SELECT to_regclass('public.{relation}') IS NULL", (True,))
+    return expect_answer(f"SELECT to_regclass('public.{relation}') IS NULL", (True,))
 
 
-def dates(rng: Random, count: int) -> list[str]:
+def random_dates(rng: Random, count: int) -> list[str]:
     """Random distinct dates, in random order."""
     return [str(date(2020, 1, 1) + timedelta(days)) for days in rng.sample(range(1500), count)]
 
@@ -171,6 +171,6 @@ def shuffled(rng: Random, values: Sequence[Value]) -> list[Value]:
     return rng.sample(values, len(values))
 
 
-def numbers(rng: Random, count: int) -> list[int]:
+def random_ids(rng: Random, count: int) -> list[int]:
     """Random distinct ids, ascending, with gaps."""
     return sorted(rng.sample(range(1, 8 * count), count))

@@ -22,17 +22,17 @@ from etude.tasks.migrations.problems import (
     MigrationProblem,
     Row,
     Rows,
-    asks,
-    constrained,
-    dates,
-    gone,
-    holds,
-    lacks,
-    numbers,
-    ordinary_tables,
-    refuses,
+    expect_answer,
+    expect_columns,
+    expect_constraint,
+    expect_error,
+    expect_no_column,
+    expect_no_relation,
+    expect_ordinary_tables,
+    expect_rows,
+    random_dates,
+    random_ids,
     shuffled,
-    typed,
 )
 from etude.types import Json
 
@@ -65,12 +65,12 @@ def unique(variant: str, rng: Random) -> MigrationProblem:
         boxes = shuffled(rng, [*MAILBOXES, *MAILBOXES[:6], *MAILBOXES[:3]])
         if variant == "folded":
             boxes = [rng.choice((box, box.title(), box.upper(), f" {box}")) for box in boxes]
-        rows = zip(numbers(rng, len(boxes)), boxes, dates(rng, len(boxes)), strict=True)
+        rows = zip(random_ids(rng, len(boxes)), boxes, random_dates(rng, len(boxes)), strict=True)
         owners: list[Row] = [{"id": i, "email": f"{box}@example.org", "seen_on": day} for i, box, day in rows]
         belongings = [*(row["id"] for row in owners), *(row["id"] for row in rng.choices(owners, k=9))]
         return {
             people: owners,
-            notes: [{"id": i, "owner_id": owner} for i, owner in zip(numbers(rng, 28), belongings, strict=True)],
+            notes: [{"id": i, "owner_id": owner} for i, owner in zip(random_ids(rng, 28), belongings, strict=True)],
         }
 
     seen, unseen = draw(), draw()
@@ -90,16 +90,18 @@ def unique(variant: str, rng: Random) -> MigrationProblem:
         seen=seen,
         unseen=unseen,
         queries=(
-            holds(people, ("id", "email", "seen_on"), selected),
-            holds(notes, ("id", "owner_id"), [{**row, "owner_id": stays[row["owner_id"]]} for row in unseen[notes]]),
-            refuses(
+            expect_rows(people, ("id", "email", "seen_on"), selected),
+            expect_rows(
+                notes, ("id", "owner_id"), [{**row, "owner_id": stays[row["owner_id"]]} for row in unseen[notes]]
+            ),
+            expect_error(
                 f"INSERT INTO public.{people} VALUES ({NEW_ID + 1}, 'new@example.org', '2024-02-01')",
                 UNIQUE,
                 setup=f"INSERT INTO public.{people} VALUES ({NEW_ID}, 'new@example.org', '2024-01-01')",
             ),
-            refuses(f"INSERT INTO public.{notes} VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
-            constrained(people, "u", "email"),
-            ordinary_tables(people, notes),
+            expect_error(f"INSERT INTO public.{notes} VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
+            expect_constraint(people, "u", "email"),
+            expect_ordinary_tables(people, notes),
         ),
         reference=point + delete + fold + constrain,
         mistakes=(
@@ -141,12 +143,12 @@ def foreign_key(variant: str, rng: Random) -> MigrationProblem:
     words, action, deletion = (text.format(parent=parent, child=child) for text in ORPHANS[variant])
 
     def draw() -> Rows:
-        ids = numbers(rng, 16)
+        ids = random_ids(rng, 16)
         lost, present = ids[1::4], [i for place, i in enumerate(ids) if place % 4 != 1]
         owners = shuffled(rng, [*present, *present, *lost, *lost, None, None, None])
         return {
             parent: [{"id": i, "name": f"{parent} {i}"} for i in present],
-            child: [{"id": i, key: owner} for i, owner in zip(numbers(rng, len(owners)), owners, strict=True)],
+            child: [{"id": i, key: owner} for i, owner in zip(random_ids(rng, len(owners)), owners, strict=True)],
         }
 
     seen, unseen = draw(), draw()
@@ -179,12 +181,14 @@ def foreign_key(variant: str, rng: Random) -> MigrationProblem:
         seen=seen,
         unseen=unseen,
         queries=(
-            holds(child, ("id", key), children),
-            holds(parent, ("id", "name"), parents),
-            refuses(f"INSERT INTO public.{child} VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
-            asks(listed, *without[variant], setup=remove) if variant in without else refuses(remove, FOREIGN),
-            constrained(child, "f", key),
-            ordinary_tables(parent, child),
+            expect_rows(child, ("id", key), children),
+            expect_rows(parent, ("id", "name"), parents),
+            expect_error(f"INSERT INTO public.{child} VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
+            expect_answer(listed, *without[variant], setup=remove)
+            if variant in without
+            else expect_error(remove, FOREIGN),
+            expect_constraint(child, "f", key),
+            expect_ordinary_tables(parent, child),
         ),
         reference=repair + constrain.format(action),
         mistakes=(
@@ -225,7 +229,7 @@ def lookup(variant: str, rng: Random) -> MigrationProblem:
             values = [rng.choice((str(value).upper(), f" {value}", f"{str(value).title()} ")) for value in values]
             values += [TOPICS[1], TOPICS[1].upper()]
         values += [None, None, None]
-        return [{"id": i, column: v} for i, v in zip(numbers(rng, len(values)), shuffled(rng, values), strict=True)]
+        return [{"id": i, column: v} for i, v in zip(random_ids(rng, len(values)), shuffled(rng, values), strict=True)]
 
     def after(value: Json) -> Json:
         if value is None:
@@ -250,21 +254,23 @@ def lookup(variant: str, rng: Random) -> MigrationProblem:
         seen={table: seen},
         unseen={table: unseen},
         queries=(
-            asks(
+            expect_answer(
                 f"SELECT t.id, e.name FROM public.{table} t LEFT JOIN public.{entries} e ON e.id = t.{key} "
                 "ORDER BY t.id",
                 *((row["id"], after(row[column])) for row in unseen),
             ),
-            asks(f'SELECT name FROM public.{entries} ORDER BY name COLLATE "C"', *((value,) for value in named)),
-            typed(table, (key, "integer", required)),
-            typed(entries, ("id", "integer", True), ("name", "text", True)),
-            lacks(table, column),
-            refuses(f"INSERT INTO public.{entries} (name) VALUES ('{named[0]}')", UNIQUE),
-            constrained(entries, "u", "name"),
-            constrained(table, "f", key),
-            refuses(f"INSERT INTO public.{table} (id, {key}) VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
-            refuses(f"INSERT INTO public.{entries} (name) VALUES (NULL)", NOT_NULL),
-            ordinary_tables(table, entries),
+            expect_answer(
+                f'SELECT name FROM public.{entries} ORDER BY name COLLATE "C"', *((value,) for value in named)
+            ),
+            expect_columns(table, (key, "integer", required)),
+            expect_columns(entries, ("id", "integer", True), ("name", "text", True)),
+            expect_no_column(table, column),
+            expect_error(f"INSERT INTO public.{entries} (name) VALUES ('{named[0]}')", UNIQUE),
+            expect_constraint(entries, "u", "name"),
+            expect_constraint(table, "f", key),
+            expect_error(f"INSERT INTO public.{table} (id, {key}) VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
+            expect_error(f"INSERT INTO public.{entries} (name) VALUES (NULL)", NOT_NULL),
+            expect_ordinary_tables(table, entries),
         ),
         reference="".join(steps),
         mistakes=(
@@ -287,7 +293,7 @@ def rename(variant: str, rng: Random) -> MigrationProblem:
     column = "label" if variant == "table and column" else "title"
 
     def draw() -> list[Row]:
-        ids, days = numbers(rng, 20), dates(rng, 20)
+        ids, days = random_ids(rng, 20), random_dates(rng, 20)
         return [
             {"id": i, "title": f"{old} no. {i}", "ended_on": day if place % 3 == 1 else None}
             for place, (i, day) in enumerate(zip(ids, days, strict=True))
@@ -316,18 +322,18 @@ def rename(variant: str, rng: Random) -> MigrationProblem:
         seen={old: seen},
         unseen={old: unseen},
         queries=(
-            holds(new, ("id", column, "ended_on"), after),
-            holds(old, ("id", "title", "ended_on"), shown),
-            typed(new, ("id", "integer", True), (column, "text", True), ("ended_on", "date", False)),
-            typed(old, ("id", "integer", False), ("title", "text", False), ("ended_on", "date", False)),
-            asks(f"SELECT relkind::text FROM pg_class WHERE oid = 'public.{old}'::regclass", ("v",)),
-            asks(
+            expect_rows(new, ("id", column, "ended_on"), after),
+            expect_rows(old, ("id", "title", "ended_on"), shown),
+            expect_columns(new, ("id", "integer", True), (column, "text", True), ("ended_on", "date", False)),
+            expect_columns(old, ("id", "integer", False), ("title", "text", False), ("ended_on", "date", False)),
+            expect_answer(f"SELECT relkind::text FROM pg_class WHERE oid = 'public.{old}'::regclass", ("v",)),
+            expect_answer(
                 f"SELECT {column} FROM public.{new} WHERE id = {NEW_ID}",
                 ("late",),
                 setup=f"INSERT INTO public.{old} (id, title) VALUES ({NEW_ID}, 'late')",
             ),
-            refuses(f"INSERT INTO public.{new} (id, {column}) VALUES ({unseen[0]['id']}, 'again')", UNIQUE),
-            ordinary_tables(new),
+            expect_error(f"INSERT INTO public.{new} (id, {column}) VALUES ({unseen[0]['id']}, 'again')", UNIQUE),
+            expect_ordinary_tables(new),
         ),
         reference=move + view,
         mistakes=(move, copy + view, move + worse),
@@ -354,7 +360,7 @@ def join_table(variant: str, rng: Random) -> MigrationProblem:
         drawn = [rng.sample(TAGS, rng.randrange(1, 4)) for _ in range(18)]
         for place, tags in enumerate(drawn):
             tags += {0: [tags[0]], 1: [""], 2: [tags[-1], " "]}.get(place % 5, [])
-        return list(zip(numbers(rng, 20), shuffled(rng, [*drawn, [], [""]]), strict=True))
+        return list(zip(random_ids(rng, 20), shuffled(rng, [*drawn, [], [""]]), strict=True))
 
     def write(tags: list[str], place: int) -> str:
         if variant == "commas":
@@ -380,19 +386,19 @@ def join_table(variant: str, rng: Random) -> MigrationProblem:
         seen={table: [{"id": i, column: write(tags, place)} for place, (i, tags) in enumerate(seen)]},
         unseen={table: [{"id": i, column: write(tags, place)} for place, (i, tags) in enumerate(unseen)]},
         queries=(
-            asks(f'SELECT {key}, {entry} FROM public.{links} ORDER BY {key}, {entry} COLLATE "C"', *pairs),
-            holds(table, ("id",), [{"id": i} for i, _ in unseen]),
-            typed(links, (key, "integer", True), (entry, "text", True)),
-            lacks(table, column),
-            refuses(f"INSERT INTO public.{links} VALUES ({present}, '{pairs[0][1]}')", UNIQUE),
-            refuses(f"INSERT INTO public.{links} VALUES ({NEW_ID}, 'x')", FOREIGN),
-            constrained(links, "f", key),
-            asks(
+            expect_answer(f'SELECT {key}, {entry} FROM public.{links} ORDER BY {key}, {entry} COLLATE "C"', *pairs),
+            expect_rows(table, ("id",), [{"id": i} for i, _ in unseen]),
+            expect_columns(links, (key, "integer", True), (entry, "text", True)),
+            expect_no_column(table, column),
+            expect_error(f"INSERT INTO public.{links} VALUES ({present}, '{pairs[0][1]}')", UNIQUE),
+            expect_error(f"INSERT INTO public.{links} VALUES ({NEW_ID}, 'x')", FOREIGN),
+            expect_constraint(links, "f", key),
+            expect_answer(
                 f"SELECT count(*) FROM public.{links} WHERE {key} = {present}",
                 (0,),
                 setup=f"DELETE FROM public.{table} WHERE id = {present}",
             ),
-            ordinary_tables(table, links),
+            expect_ordinary_tables(table, links),
         ),
         reference=create + fill + drop,
         mistakes=(
@@ -424,7 +430,7 @@ def merge(variant: str, rng: Random) -> MigrationProblem:
     words, conflict = words.format(table), conflict.format(table, replace)
 
     def draw() -> Rows:
-        ids, days = numbers(rng, 24), dates(rng, 34)
+        ids, days = random_ids(rng, 24), random_dates(rng, 34)
         rows: list[Row] = [
             {"id": i, "title": f"{rng.choice(TAGS)} {i}", "changed_on": day}
             for i, day in zip([*ids, *ids[4:14]], days, strict=True)
@@ -458,16 +464,16 @@ def merge(variant: str, rng: Random) -> MigrationProblem:
         seen=seen,
         unseen=unseen,
         queries=(
-            holds(table, ("id", "title", "changed_on", "archived"), sorted(merged.values(), key=_by_id)),
-            typed(table, ("archived", "boolean", True), ("id", "integer", True)),
-            gone(f"{table}_archive"),
-            asks(
+            expect_rows(table, ("id", "title", "changed_on", "archived"), sorted(merged.values(), key=_by_id)),
+            expect_columns(table, ("archived", "boolean", True), ("id", "integer", True)),
+            expect_no_relation(f"{table}_archive"),
+            expect_answer(
                 f"SELECT archived FROM public.{table} WHERE id = {NEW_ID}",
                 (False,),
                 setup=f"INSERT INTO public.{table} (id, title, changed_on) VALUES ({NEW_ID}, 'new', '2024-01-01')",
             ),
-            refuses(f"INSERT INTO public.{table} VALUES ({unseen[table][0]['id']}, 'x', '2024-01-01')", UNIQUE),
-            ordinary_tables(table),
+            expect_error(f"INSERT INTO public.{table} VALUES ({unseen[table][0]['id']}, 'x', '2024-01-01')", UNIQUE),
+            expect_ordinary_tables(table),
         ),
         reference=add + put.format(conflict) + drop,
         mistakes=(

@@ -165,7 +165,7 @@ class EnvironmentProcess:
                 return await answer
         except TimeoutError:
             raise SandboxError(
-                f"{self._command.name!r} did not answer within {timeout_s:g} s; {self._utterance()}"
+                f"{self._command.name!r} did not answer within {timeout_s:g} s; {self._log_text()}"
             ) from None
         finally:
             del self._waiting[number]
@@ -209,7 +209,7 @@ class EnvironmentProcess:
                 await process.wait()
 
     def _ended(self, process: Process) -> SandboxError:
-        return SandboxError(f"its process ended with exit code {process.returncode}; {self._utterance()}")
+        return SandboxError(f"its process ended with exit code {process.returncode}; {self._log_text()}")
 
-    def _utterance(self) -> str:
+    def _log_text(self) -> str:
         return "it said:\n" + "\n".join(self._log)

@@ -28,7 +28,7 @@ from etude.types import NO_ROUTE, UNSAMPLED, Floats, Mask, Rollout, Routes, Samp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Weighed:
+class _WeightedTurn:
     """A turn with sampled tokens, its advantage, and whether it is trained."""
 
     turn: Turn
@@ -65,31 +65,31 @@ def count_trajectories(rollout: Rollout, trained: Mask | None = None) -> int:
     return len(_trained_branches(rollout, 0.0, trained))
 
 
-def _trained_branches(rollout: Rollout, advantage: float | Floats, trained: Mask | None) -> list[list[_Weighed]]:
+def _trained_branches(rollout: Rollout, advantage: float | Floats, trained: Mask | None) -> list[list[_WeightedTurn]]:
     """The turns of each branch up to its last trained one; branches without any are left out."""
     turns = len(rollout.turns)
     advantages_T = np.broadcast_to(np.asarray(advantage, np.float32), turns)
     trained_T = np.broadcast_to(True if trained is None else trained, turns)
-    branches: list[list[_Weighed]] = []
+    branches: list[list[_WeightedTurn]] = []
     for index, turn in enumerate(rollout.turns):
         if not len(turn.completion_ids):
             continue
-        weighed = _Weighed(turn=turn, advantage=advantages_T[index], trained=bool(trained_T[index]))
-        if branch := _continued_by(turn, branches):
-            branch.append(weighed)
+        weighted = _WeightedTurn(turn=turn, advantage=advantages_T[index], trained=bool(trained_T[index]))
+        if branch := _longest_continued(turn, branches):
+            branch.append(weighted)
         else:
-            branches.append([weighed])
+            branches.append([weighted])
     ends = [max((end for end, one in enumerate(branch, 1) if one.trained), default=0) for branch in branches]
     return [branch[:end] for branch, end in zip(branches, ends, strict=True) if end]
 
 
-def _continued_by(turn: Turn, branches: Sequence[list[_Weighed]]) -> list[_Weighed] | None:
+def _longest_continued(turn: Turn, branches: Sequence[list[_WeightedTurn]]) -> list[_WeightedTurn] | None:
     """The longest branch that the turn's prompt begins with."""
     candidates = [branch for branch in branches if turn.continues(branch[-1].turn)]
     return max(candidates, key=lambda branch: branch[-1].length, default=None)
 
 
-def _trajectory(rollout_id: str, branch: Sequence[_Weighed]) -> Trajectory:
+def _trajectory(rollout_id: str, branch: Sequence[_WeightedTurn]) -> Trajectory:
     """The trajectory of a branch: the last turn's prompt has all earlier tokens, and each turn has its span."""
     assert all(one.turn.payload is None for one in branch), f"payloads of rollout {rollout_id} were not fetched"
     last, trained, length = branch[-1].turn, [one for one in branch if one.trained], branch[-1].length
@@ -118,7 +118,7 @@ def _trajectory(rollout_id: str, branch: Sequence[_Weighed]) -> Trajectory:
     )
 
 
-def _routes(rollout_id: str, branch: Sequence[_Weighed]) -> Routes | None:
+def _routes(rollout_id: str, branch: Sequence[_WeightedTurn]) -> Routes | None:
     """[L, layers, k], ``NO_ROUTE`` where no turn recorded one; ``None`` if no turn recorded any."""
     recorded = [(one, one.turn.routes) for one in branch if one.turn.routes is not None]
     if not recorded:
@@ -136,7 +136,7 @@ def _routes(rollout_id: str, branch: Sequence[_Weighed]) -> Routes | None:
     return stitched
 
 
-def _sampling_mask(trained: Sequence[_Weighed], length: int) -> SamplingMask | None:
+def _sampling_mask(trained: Sequence[_WeightedTurn], length: int) -> SamplingMask | None:
     """[L], empty for tokens that were not sampled or not truncated; ``None`` if no token was truncated."""
     recorded = [(one.sampled, one.turn.sampling_mask) for one in trained if one.turn.sampling_mask is not None]
     if not recorded:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.engines.native.sampling import Table, draw_on_device, draw_on_host, may_cut, tabulated
+from etude.engines.native.sampling import Table, draw_on_device, draw_on_host, may_truncate, tabulated
 from etude.models.kernels.draws import NO_TOKEN
 from etude.protocols import SamplingParams
 
@@ -13,7 +13,7 @@ ROWS = 48
 
 
 def drawn_in_torch(logits: Tensor, table: Table) -> tuple[list[int], Tensor | None]:
-    ids, mask = draw_on_device(logits, torch.from_numpy(table), truncates=may_cut(table))
+    ids, mask = draw_on_device(logits, torch.from_numpy(table), truncates=may_truncate(table))
     return ids.tolist(), mask
 
 
