@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.simulation.calibration import RunCalibration
-from etude.simulation.figures import FULL, HOUR_S, RunFigures
+from etude.simulation.figures import FULL, HOUR_S, RunFigures, StepRecords
 from etude.simulation.priced import DAY_H, Fleet, gpu_price
 from etude.simulation.run import SimulatedEvents, Stop, simulate, skipped_steps
 from etude.simulation.steady import SteadyState, batches_of
@@ -150,8 +150,11 @@ def simulate_fleet(fleet: Fleet, *, seed: int = 0, extent: "SimulationExtent | N
     until_s = None if hours is None else hours * HOUR_S / second_s
     day_s = DAY_H * HOUR_S / second_s if any(region.lent for region in regions) else None
 
+    records = StepRecords()
+
     def steady(logged: Sequence[Logged]) -> SteadyState | None:
-        batches = batches_of(logged, skipped=skipped, round_steps=small.round_steps, day_s=day_s)
+        records.follow(logged)
+        batches = batches_of(records, skipped=skipped, round_steps=small.round_steps, day_s=day_s)
         return SteadyState.of_batches(batches, small.tokens_per_step) if batches else None
 
     def is_enough(logged: Sequence[Logged]) -> bool:
