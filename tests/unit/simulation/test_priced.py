@@ -247,6 +247,31 @@ COMPOSER = [
 """The settings of docs/planning.md."""
 
 
+TEN_THOUSAND = [
+    'engine.options.arguments={"data-parallel-size"=16, "enable-expert-parallel"=true}',
+    "engine.max_length=131072",
+    "engine.max_running=320",
+    "rollouts.groups_per_step=768",
+    "rollouts.group_size=16",
+    "rollouts.concurrency=32000",
+    "parallel.dp=8400",
+    "parallel.ep=48",
+]
+"""The settings of docs/planning.md."""
+
+
+def test_the_split_of_ten_thousand_gpus_is_the_calculated_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = resolved_there(load_recipe(Path("recipes/gpu-1t"), TEN_THOUSAND))
+    planned = Fleet.of(config, spec_of_recipe(config), load_plan("docs/plans/ten-thousand.toml"))
+    assert planned.ranks + planned.sampling_gpus == 10_000
+    calculated = split_within(planned, gpus_usd_h(planned))
+    assert (calculated.ranks, calculated.engines) == (planned.ranks, planned.engines)
+    assert calculated.config.rollouts.concurrency == config.rollouts.concurrency
+    document = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    assert all(setting in document for setting in TEN_THOUSAND)
+
+
 def test_the_composer_fleet_is_in_the_published_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = resolved_there(load_recipe(Path("recipes/gpu-1t"), COMPOSER))
