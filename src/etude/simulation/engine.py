@@ -52,11 +52,14 @@ class EngineRates:
         return self.step_s + running * self.sequence_s
 
     def with_places(self, share: float) -> "EngineRates":
-        """The engine with a share of its places, each of which represents several and costs as much as they do."""
+        """The engine with a share of its places, each of which represents several and costs as much as they do. Places
+        are whole, but a full engine decodes exactly that share of the tokens.
+        """
         places = max(1, round(self.max_running * share))
         return replace(
             self,
-            sequence_s=self.sequence_s * self.max_running / places,
+            step_s=self.step_s * places / (self.max_running * share),
+            sequence_s=self.sequence_s / share,
             prompt_s=self.prompt_s / share,
             max_running=places,
         )

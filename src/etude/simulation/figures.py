@@ -8,7 +8,7 @@ The first steps are left out, since the pipeline fills, and the last ones, since
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Self
+from typing import final
 
 from etude.errors import UserError
 from etude.telemetry.events import EngineStats, Logged, StepDone
@@ -34,38 +34,20 @@ class RunFigures:
     token_ages: tuple[int, ...]
     """Staleness in weight versions, from 0 → sampled tokens."""
 
-    @classmethod
-    def of_events(cls, logged: Iterable[Logged], *, skipped: int) -> Self:
+    @staticmethod
+    def of_events(logged: Iterable[Logged], *, skipped: int) -> "RunFigures":
         """The figures without ``skipped`` steps at either end.
 
         Raises :class:`~etude.errors.UserError` if no step is left.
         """
-        ordered = sorted(logged, key=lambda each: each.at_s)
-        done = sorted(done_steps(ordered))
+        records = StepRecords()
+        records.follow(sorted(logged, key=lambda each: each.at_s))
+        done = sorted(records.ends_s)
         counted = done[skipped : len(done) - skipped]
         if not counted or counted[0] - 1 not in done:
             raise UserError(f"{len(done)} steps are too few: {2 * skipped + 2} are needed, as {skipped} at either end "
                             f"do not count")  # fmt: skip
-        return cls.of_steps(ordered, counted)
-
-    @classmethod
-    def of_steps(cls, ordered: Iterable[Logged], counted: Sequence[int]) -> Self:
-        """The figures of consecutive steps, of which one came before; the events must be in order of time."""
-        ordered, ends_s = list(ordered), done_steps(ordered)
-        begin_s, end_s = ends_s[counted[0] - 1], ends_s[counted[-1]]
-        done = {each.event.step: each.event for each in ordered if isinstance(each.event, StepDone)}
-        steps = [done[step] for step in counted]
-        stats = [each.event for each in ordered if isinstance(each.event, EngineStats) and begin_s < each.at_s <= end_s]
-        busy_s, window_s = sum(each.busy_s for each in stats), sum(each.window_s for each in stats)
-        return cls(
-            steps=len(counted),
-            step_s=(end_s - begin_s) / len(counted),
-            trainer_busy=sum(step.metrics["busy_s"] for step in steps) / (end_s - begin_s),
-            engine_busy=busy_s / window_s if window_s else 0.0,
-            engine_s=busy_s / len(counted),
-            tokens_per_step=sum(step.metrics["staleness_tokens"] for step in steps) / len(counted),
-            token_ages=tuple(map(sum, zip_longest(*(step.token_ages for step in steps), fillvalue=0))),
-        )
+        return records.figures(counted[0] - 1, counted[-1])
 
     @property
     def steps_per_hour(self) -> float:
@@ -85,9 +67,47 @@ class RunFigures:
         return self.engine_s / trainer_s if trainer_s else 0.0
 
 
-def done_steps(logged: Iterable[Logged]) -> dict[int, float]:
-    """Step → time of its end."""
-    return {each.event.step: each.at_s for each in logged if isinstance(each.event, StepDone)}
+@final
+class StepRecords:
+    """The steps of a run, and the work of its engines up to the end of each: the figures of any steps, without another
+    pass over the events.
+    """
+
+    def __init__(self) -> None:
+        self.ends_s: dict[int, float] = {}
+        """Step → time of its end."""
+        self._done: dict[int, StepDone] = {}
+        self._engines: dict[int, tuple[float, float]] = {}
+        """Step → busy and reported seconds of all engines from the first event to its end."""
+        self._busy_s = self._window_s = 0.0
+        self._read = 0
+
+    def follow(self, logged: Sequence[Logged]) -> None:
+        """Read the events that a list has had appended since the last call; they must be in order of time."""
+        for each in logged[self._read :]:
+            if isinstance(each.event, EngineStats):
+                self._busy_s += each.event.busy_s
+                self._window_s += each.event.window_s
+            elif isinstance(each.event, StepDone):
+                self.ends_s[each.event.step] = each.at_s
+                self._done[each.event.step] = each.event
+                self._engines[each.event.step] = self._busy_s, self._window_s
+        self._read = len(logged)
+
+    def figures(self, before: int, last: int) -> RunFigures:
+        """The figures of the steps after ``before`` up to ``last``; all of them are done."""
+        steps = [self._done[step] for step in range(before + 1, last + 1)]
+        seconds = self.ends_s[last] - self.ends_s[before]
+        busy_s, window_s = (now - then for now, then in zip(self._engines[last], self._engines[before], strict=True))
+        return RunFigures(
+            steps=len(steps),
+            step_s=seconds / len(steps),
+            trainer_busy=sum(step.metrics["busy_s"] for step in steps) / seconds,
+            engine_busy=busy_s / window_s if window_s else 0.0,
+            engine_s=busy_s / len(steps),
+            tokens_per_step=sum(step.metrics["staleness_tokens"] for step in steps) / len(steps),
+            token_ages=tuple(map(sum, zip_longest(*(step.token_ages for step in steps), fillvalue=0))),
+        )
 
 
 FULL = 0.85

@@ -7,6 +7,7 @@ All decisions are made by the unchanged code of a run, not by a copy. Two runs o
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -147,6 +148,8 @@ class SimulatedRun:
         self._models = {model.name: model for model in regions}
         self._folder = folder
         self.random = Random(seed)
+        self._seed = seed
+        self._drawn = Counter[tuple[str, int]]()
         engines = sum(model.engines for model in regions)
         self.processors = Processors(calibration.cores)
         """Processors that trainer, agents, graders, and engines of a region that says so, share."""
@@ -261,11 +264,15 @@ class SimulatedRun:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    def work(self, task: Task) -> RolloutWork:
-        """The work of a rollout of a task."""
+    def work(self, task: Task, part: str) -> RolloutWork:
+        """The work of a task's next rollout, for a ``part`` of it. The n-th rollout of a group is the same in every
+        simulation of one seed, so that fleets are compared on the same work.
+        """
         position = int(task.task_id)
         groups = self.config.rollouts.groups_per_step * self.config.trainer.steps
-        return self._calibration.workload.draw(min(1.0, position / groups), position, self.random)
+        self._drawn[part, position] += 1
+        random = Random(f"{self._seed} {part} {position} {self._drawn[part, position]}")
+        return self._calibration.workload.draw(min(1.0, position / groups), position, random)
 
     @property
     def call_s(self) -> float:
@@ -330,7 +337,7 @@ class ModelledAgents:
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
         """Simulate one session."""
-        work = self._run.work(task)
+        work = self._run.work(task, "agent")
         region = self._run.regions[session.session_id.partition("/")[0]]
         tokens, prompt_tokens = work.turn_tokens, work.prompt_tokens // work.turns
         for _ in range(work.turns):
@@ -367,7 +374,7 @@ class ModelledSandboxes:
 
     async def open(self, task: Task, *, gateway: str) -> FakeSandbox:
         """Make one."""
-        await self._run.processors.run(self._run.work(task).sandbox_s)
+        await self._run.processors.run(self._run.work(task, "sandbox").sandbox_s)
         return await self.made.open(task, gateway=gateway)
 
 

@@ -1,7 +1,7 @@
 """Simulation of a fleet at a reduced scale, and the cheapest split of GPUs between training and sampling.
 
     fleet ──▶ a few of its engines and groups, times corrected for that ──▶ simulation ──▶ figures
-    steps or dollars per hour ──▶ fewest GPUs by calculation ──▶ simulation ──▶ more engines if it falls short
+    steps or dollars per hour ──▶ fewest GPUs by calculation ──▶ simulation ──▶ more of the busier side, simulated again
 
 **Reduced scale.** A fleet of E engines that make G groups a step is simulated as E' engines and G' groups. A sequence
 in an engine then represents f = (G / G') · (E' / E): the engine has a fraction 1/f of its places, and each takes f
@@ -12,6 +12,7 @@ remain. Long steps are simulated with virtual seconds that represent several rea
 :data:`STEP_S`; constant delays of the production code, such as half a second, then weigh that much more.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,13 @@ from statistics import fmean
 from typing import Literal, TypeAlias
 
 from etude.config.recipe import RunConfig
+from etude.dashboard.statistics import Estimate, mean_over_seeds
 from etude.errors import ConfigError
 from etude.simulation.calibration import RunCalibration
-from etude.simulation.figures import FULL, HOUR_S, RunFigures
+from etude.simulation.figures import FULL, HOUR_S, RunFigures, StepRecords
 from etude.simulation.priced import DAY_H, Fleet, gpu_price
 from etude.simulation.run import SimulatedEvents, Stop, simulate, skipped_steps
-from etude.simulation.steady import SteadyState, batches_of
+from etude.simulation.steady import BATCHES, SteadyState, batch_steps, batches_of
 from etude.simulation.workload import STAGES, Workload
 from etude.telemetry.events import Logged
 
@@ -40,7 +42,34 @@ STEP_S = 30.0
 POLL_S = 0.1
 """Polling interval of simulated processes."""
 ROUNDS = 4
-"""Number of simulations of a search after the first."""
+"""Maximum number of simulations of a search after the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationExtent:
+    """Limits of a simulation; by default, one round of the workload is simulated."""
+
+    hours: float | None = None
+    """The simulated time."""
+    precision: float | None = None
+    """The simulation ends as soon as every interval of its :class:`~etude.simulation.steady.SteadyState` is narrower,
+    each way, than this share of its mean.
+    """
+    batches: int | None = None
+    """Number of batches to simulate, after a first one that is left out."""
+
+    def steps(self, round_steps: int, least_step_s: float) -> int:
+        """Number of steps to count, if a round of the workload has ``round_steps``."""
+        if self.hours is not None:
+            return max(STEPS, math.ceil(self.hours * HOUR_S / least_step_s))
+        if self.batches is not None:
+            return (self.batches + 2) * batch_steps(round_steps)
+        return max(STEPS, min(MOST_STEPS, round_steps))
+
+
+ONE_ROUND = SimulationExtent()
+SEARCHED = SimulationExtent(batches=6)
+"""Extent of each simulation of a search: pairs of batches tell splits apart whose steps differ by some per cent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +96,8 @@ class SmallFleet:
         return self.config.rollouts.rollouts_per_step * each
 
     @classmethod
-    def of(cls, fleet: Fleet, hours: float | None = None) -> "SmallFleet":
-        """Scale a fleet down, for a number of hours or one round of its workload; a small fleet is unchanged."""
+    def of(cls, fleet: Fleet, extent: SimulationExtent = ONE_ROUND) -> "SmallFleet":
+        """Scale a fleet down for an extent of simulation; a small fleet is unchanged."""
         rollouts, size = fleet.config.rollouts, fleet.config.rollouts.group_size
         groups = min(rollouts.groups_per_step, max(4, MOST_ROLLOUTS // size))
         factor = rollouts.groups_per_step / groups
@@ -85,9 +114,8 @@ class SmallFleet:
             }
         )
         least_s = least_step_s(fleet)
-        round_steps = min(MOST_STEPS, steps_of_round(merged, groups))
-        counted = max(STEPS, round_steps if hours is None else -(-hours * HOUR_S // least_s))
-        steps = fleet.config.trainer.model_copy(update={"steps": int(counted) + 2 * skipped_steps(fleet.config)})
+        counted = extent.steps(steps_of_round(merged, groups), least_s)
+        steps = fleet.config.trainer.model_copy(update={"steps": counted + 2 * skipped_steps(fleet.config)})
         second_s = max(1.0, least_s / STEP_S)
         in_the_small = replace(
             calibration,
@@ -132,10 +160,9 @@ def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
     )
 
 
-def simulate_fleet(fleet: Fleet, *, seed: int = 0, extent: "SimulationExtent | None" = None) -> "FleetSimulation":
-    """Simulate a fleet at a reduced scale, by default for one round of its workload."""
-    hours, precision = (None, None) if extent is None else (extent.hours, extent.precision)
-    small = SmallFleet.of(fleet, hours)
+def simulate_fleet(fleet: Fleet, *, seed: int = 0, extent: SimulationExtent = ONE_ROUND) -> "FleetSimulation":
+    """Simulate a fleet at a reduced scale."""
+    small, hours, precision = SmallFleet.of(fleet, extent), extent.hours, extent.precision
     second_s, skipped = small.second_s, skipped_steps(fleet.config)
     regions = [
         replace(
@@ -149,19 +176,22 @@ def simulate_fleet(fleet: Fleet, *, seed: int = 0, extent: "SimulationExtent | N
     ]
     until_s = None if hours is None else hours * HOUR_S / second_s
     day_s = DAY_H * HOUR_S / second_s if any(region.lent for region in regions) else None
+    records, least = StepRecords(), extent.batches or BATCHES
 
-    def steady(logged: Sequence[Logged]) -> SteadyState | None:
-        batches = batches_of(logged, skipped=skipped, round_steps=small.round_steps, day_s=day_s)
-        return SteadyState.of_batches(batches, small.tokens_per_step) if batches else None
+    def batched(logged: Sequence[Logged]) -> list[RunFigures]:
+        records.follow(logged)
+        return batches_of(records, skipped=skipped, round_steps=small.round_steps, least=least, day_s=day_s)
 
     def is_enough(logged: Sequence[Logged]) -> bool:
-        state = steady(logged)
-        return precision is not None and state is not None and state.precision <= precision
+        batches = batched(logged)
+        return bool(batches) and SteadyState.of_batches(batches, small.tokens_per_step).precision <= (precision or 0.0)
 
     stop = Stop(until_s=until_s, is_enough=None if precision is None else is_enough)
     events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=POLL_S, stop=stop)
     figures, state = RunFigures.of_events(events.logged, skipped=skipped), None
-    if precision is not None and (state := steady(events.logged)) is not None:
+    batches = [] if precision is None and extent.batches is None else batched(events.logged)
+    if batches:
+        state = SteadyState.of_batches(batches, small.tokens_per_step)
         figures = replace(
             figures,
             step_s=state.step_s.mean,
@@ -169,20 +199,13 @@ def simulate_fleet(fleet: Fleet, *, seed: int = 0, extent: "SimulationExtent | N
             engine_busy=state.engine_busy.mean,
             engine_s=state.engine_busy.mean * state.step_s.mean * sum(small.engines),
         )
-    figures = replace(figures, step_s=figures.step_s * second_s, engine_s=figures.engine_s * second_s)
-    return FleetSimulation(figures=figures, events=events, small=small, steady=state)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationExtent:
-    """Limits of a simulation."""
-
-    hours: float | None = None
-    """The simulated time; ``None``: one round of the workload."""
-    precision: float | None = None
-    """The simulation ends as soon as every interval of its :class:`~etude.simulation.steady.SteadyState` is narrower,
-    each way, than this share of its mean.
-    """
+    return FleetSimulation(
+        figures=replace(figures, step_s=figures.step_s * second_s, engine_s=figures.engine_s * second_s),
+        events=events,
+        small=small,
+        steady=state,
+        batches_s=tuple(batch.step_s * second_s for batch in batches),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +218,8 @@ class FleetSimulation:
     small: SmallFleet
     steady: SteadyState | None = None
     """Intervals of the figures in virtual seconds; ``None`` without a precision, or if there were too few steps."""
+    batches_s: tuple[float, ...] = ()
+    """Seconds of a step in each batch of ``steady``."""
 
 
 def steps_by_hour(events: SimulatedEvents, small: SmallFleet) -> dict[int, float]:
@@ -243,30 +268,91 @@ def parse_goal(text: str) -> Goal:
     raise ConfigError(f"--search {text!r}: expected steps=N or usd=N, each for an hour, such as steps=6")
 
 
-def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, FleetSimulation]:
-    """The cheapest split for the given steps per hour, or the fastest one for the given dollars per hour.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitCandidate:
+    """A split of GPUs that a search has simulated."""
+
+    fleet: Fleet
+    simulation: FleetSimulation
+
+    @classmethod
+    def of(cls, fleet: Fleet, seed: int) -> "SplitCandidate":
+        """Simulate a split, on the same rollouts as every other one of the seed."""
+        return cls(fleet=fleet, simulation=simulate_fleet(fleet, seed=seed, extent=SEARCHED))
+
+    @property
+    def steps_per_hour(self) -> float:
+        """Optimiser steps per hour."""
+        return self.simulation.figures.steps_per_hour
+
+    def longer_than(self, other: "SplitCandidate") -> Estimate:
+        """The share by which its step is longer than another one's, from pairs of batches of the same rollouts."""
+        pairs = zip(self.simulation.batches_s, other.simulation.batches_s, strict=True)
+        return mean_over_seeds([mine_s / other_s - 1 for mine_s, other_s in pairs])
+
+
+def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[SplitCandidate, list[SplitCandidate]]:
+    """The cheapest split for the given steps per hour, or the fastest one for the given dollars per hour, and all other
+    splits that were simulated.
 
     Raises :class:`~etude.errors.ConfigError` if the goal cannot be reached.
     """
-    kind, value = goal
     if not fleet.config.rollouts.max_staleness:
         raise ConfigError("--search needs rollouts.max_staleness of 1 or more: else both sides wait for each other")
-    chosen = split_for(fleet, HOUR_S / value) if kind == "steps" else split_within(fleet, value)
-    simulated = simulate_fleet(chosen, seed=seed)
-    for _ in range(ROUNDS):
-        if kind == "usd" or simulated.figures.steps_per_hour >= value:
+    kind, value = goal
+    tried = _enlarged(fleet, value, seed) if kind == "steps" else _shifted(fleet, value, seed)
+    chosen = tried[-1] if kind == "steps" else max(tried, key=lambda each: each.steps_per_hour)
+    return chosen, [each for each in tried if each is not chosen]
+
+
+def _enlarged(fleet: Fleet, steps_h: float, seed: int) -> list[SplitCandidate]:
+    """Candidates of growing size; the last one makes ``steps_h`` steps an hour, unless there were too many."""
+    tried = [SplitCandidate.of(split_for(fleet, HOUR_S / steps_h), seed)]
+    while len(tried) <= ROUNDS and tried[-1].steps_per_hour < steps_h:
+        tried.append(SplitCandidate.of(_larger(tried[-1].fleet, tried[-1].simulation.figures), seed))
+    return tried
+
+
+def _shifted(fleet: Fleet, usd_h: float, seed: int) -> list[SplitCandidate]:
+    """Candidates for the same money, each with more of the side that is busier in the one before, while steps become
+    shorter.
+    """
+    tried = [SplitCandidate.of(split_within(fleet, usd_h), seed)]
+    while len(tried) <= ROUNDS:
+        before = tried[-1]
+        moved = _moved(before.fleet, before.simulation.figures, usd_h)
+        if moved.ranks in [each.fleet.ranks for each in tried]:
             break
-        chosen = _larger(chosen, simulated.figures)
-        simulated = simulate_fleet(chosen, seed=seed)
-    return chosen, simulated
+        tried.append(SplitCandidate.of(moved, seed))
+        if tried[-1].steps_per_hour <= before.steps_per_hour:
+            break
+    return tried
 
 
 def _larger(fleet: Fleet, figures: RunFigures) -> Fleet:
     """A fleet with more of the busier side: rollouts end unevenly, which the calculation ignores."""
     if figures.engine_busy >= figures.trainer_busy:
         return _split(fleet, fleet.ranks, (sum(fleet.engines) + 1) / sum(fleet.engines))
+    return _split(fleet, fleet.ranks + _machines(fleet, 1 / 10), 1.0)
+
+
+def _moved(fleet: Fleet, figures: RunFigures, usd_h: float) -> Fleet:
+    """The fleet with more of the busier side for the same money, or the same one if that is impossible."""
+    change = _machines(fleet, 1 / 40)
+    ranks = fleet.ranks + (change if figures.trainer_busy > figures.engine_busy else -change)
+    whole = sum(fleet.engines)
+    affordable = (
+        split
+        for engines in range(2 * whole, 0, -1)
+        if ranks > 0 and gpus_usd_h(split := _split(fleet, ranks, engines / whole)) <= usd_h
+    )
+    return next(affordable, fleet)
+
+
+def _machines(fleet: Fleet, share: float) -> int:
+    """A share of the GPUs that train, in whole machines."""
     machine = fleet.plan.assumptions.machine_gpus
-    return _split(fleet, fleet.ranks + max(machine, fleet.ranks // 10 // machine * machine), 1.0)
+    return max(1, int(fleet.ranks * share) // machine) * machine
 
 
 def split_for(fleet: Fleet, step_s: float) -> Fleet:

@@ -19,8 +19,7 @@ from typing import Self
 import numpy as np
 
 from etude.dashboard.statistics import student
-from etude.simulation.figures import RunFigures, done_steps
-from etude.telemetry.events import Logged
+from etude.simulation.figures import RunFigures, StepRecords
 
 BATCHES = 10
 """Minimum number of batches; with twice as many, batches are longer instead."""
@@ -76,26 +75,31 @@ class SteadyState:
         return max(each.relative for each in (self.step_s, self.trainer_busy, self.engine_busy, self.staleness))
 
 
+def batch_steps(round_steps: int) -> int:
+    """Number of steps of the shortest batch: whole rounds of the workload, of ``round_steps`` steps each."""
+    return -(-LEAST_STEPS // round_steps) * round_steps
+
+
 def batches_of(
-    logged: Sequence[Logged], *, skipped: int, round_steps: int = 1, day_s: float | None = None
+    records: StepRecords, *, skipped: int, round_steps: int = 1, least: int = BATCHES, day_s: float | None = None
 ) -> list[RunFigures]:
     """Batches of a run without ``skipped`` steps at either end and without the first batch, in which it settles.
 
-    A batch has whole rounds of the workload, of ``round_steps`` steps each. With ``day_s`` the batches are whole days.
-    Empty while there are too few.
+    A batch has whole rounds of the workload, and there are ``least`` to twice as many. With ``day_s`` the batches are
+    whole days. Empty while there are too few.
     """
-    ends_s = done_steps(logged)
+    ends_s = records.ends_s
     counted = sorted(ends_s)[skipped : len(ends_s) - skipped]
     if day_s is None:
-        unit = -(-LEAST_STEPS // round_steps) * round_steps
+        unit = batch_steps(round_steps)
         last = counted[-1] // unit * unit if counted else 0
         units = (last - skipped) // unit - 1
-        size = units // BATCHES * unit
+        size = units // least * unit
         edges = list(range(last - units * unit // size * size, last + 1, size)) if size > 0 else []
     else:
         edges = [end for end, first in pairwise(counted) if ends_s[end] // day_s < ends_s[first] // day_s]
         edges = edges if len(edges) > LEAST_DAYS else []
-    return [RunFigures.of_steps(logged, range(before + 1, end + 1)) for before, end in pairwise(edges)]
+    return [records.figures(before, last) for before, last in pairwise(edges)]
 
 
 def regressed(values: Sequence[float], controls: Sequence[float], expected: float) -> SteadyMean:

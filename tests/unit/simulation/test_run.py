@@ -16,7 +16,7 @@ from etude.rollouts.fake import run_virtually
 from etude.simulation import run
 from etude.simulation.calibration import RunCalibration, TrainerTimes, fit_engine, fit_non_negative
 from etude.simulation.engine import EngineRates, ModelledEngine
-from etude.simulation.figures import RunFigures, bottleneck, done_steps
+from etude.simulation.figures import RunFigures, StepRecords, bottleneck
 from etude.simulation.fit import calibrate
 from etude.simulation.run import Lent, RegionModel, SimulatedEvents, Stop, simulate
 from etude.simulation.workload import RolloutWork, Workload
@@ -145,6 +145,30 @@ def test_one_seed_is_one_run() -> None:
     assert one.sandboxes == again.sandboxes
 
 
+def test_figures_of_any_steps_come_from_one_pass_over_events_that_arrive_bit_by_bit() -> None:
+    logged = list(simulate(recipe(staleness=1, steps=12), CALIBRATION, HERE).logged)
+    records = StepRecords()
+    for count in range(0, len(logged) + 1, 7):
+        records.follow(logged[:count])
+    records.follow(logged)
+    assert records.figures(3, 9) == RunFigures.of_events(logged, skipped=3)
+    begin_s, end_s = records.ends_s[3], records.ends_s[9]
+    stats = [each.event for each in logged if isinstance(each.event, EngineStats) and begin_s < each.at_s <= end_s]
+    busy_s, window_s = sum(each.busy_s for each in stats), sum(each.window_s for each in stats)
+    assert records.figures(3, 9).engine_busy == pytest.approx(busy_s / window_s)
+
+
+def test_the_rollouts_of_a_seed_are_the_same_on_another_fleet() -> None:
+    varied = replace(CALIBRATION, workload=Workload((tuple(replace(WORK, sampled_tokens=n) for n in (40, 80, 160)),)))
+    slower = replace(varied, engine=replace(RATES, step_s=0.02), call_s=0.01)
+    tokens = [
+        [each.event.metrics["staleness_tokens"] for each in simulate(recipe(staleness=1), fleet, HERE, seed=seed).steps
+         if isinstance(each.event, StepDone)]
+        for fleet, seed in ((varied, 3), (slower, 3), (varied, 4))
+    ]  # fmt: skip
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_no_token_is_staler_than_the_bound(staleness: int) -> None:
     config = recipe(staleness=staleness)
@@ -159,9 +183,8 @@ def test_no_token_is_staler_than_the_bound(staleness: int) -> None:
 
 def test_a_run_ends_once_its_events_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "CHECK_S", 0.1)
-    events = simulate(
-        recipe(staleness=1), CALIBRATION, HERE, stop=Stop(is_enough=lambda logged: len(done_steps(logged)) >= 3)
-    )
+    stop = Stop(is_enough=lambda logged: sum(isinstance(each.event, StepDone) for each in logged) >= 3)
+    events = simulate(recipe(staleness=1), CALIBRATION, HERE, stop=stop)
     assert [each.event.step for each in events.steps if isinstance(each.event, StepDone)] == [1, 2, 3]
 
 

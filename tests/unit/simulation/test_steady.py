@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from etude.dashboard.statistics import student
-from etude.simulation.figures import RunFigures
+from etude.simulation.figures import RunFigures, StepRecords
 from etude.simulation.steady import BATCHES, LEAST_DAYS, LEAST_STEPS, SteadyState, batches_of, regressed
 from etude.telemetry.events import Logged, StepDone
 
@@ -32,13 +32,15 @@ def test_intervals_cover_the_mean_as_often_as_they_claim_and_the_control_makes_t
     assert sum(each.half for each in intervals) < 0.1 * sum(each.half for each in blind)
 
 
-def steps(count: int, step_s: float = 2.0) -> list[Logged]:
+def steps(count: int, step_s: float = 2.0) -> StepRecords:
     metrics = {"busy_s": 1.0, "staleness_tokens": 4.0}
-    return [
+    records = StepRecords()
+    records.follow([
         Logged(at_s=step * step_s, process="train",
                event=StepDone(step=step, metrics=metrics, token_ages=[2, 2], groups=[]))
         for step in range(1, count + 1)
-    ]  # fmt: skip
+    ])  # fmt: skip
+    return records
 
 
 def test_batches_are_equal_and_leave_the_first_steps_out() -> None:

@@ -17,6 +17,7 @@ from etude.config.loading import apply_override, read_toml
 from etude.config.recipe import RunConfig
 from etude.config.section import Section
 from etude.dashboard import formatting
+from etude.dashboard.statistics import Estimate
 from etude.dashboard.terminal import DIM, light_table
 from etude.errors import ConfigError
 from etude.run.hardware import load_gpus
@@ -29,7 +30,9 @@ from etude.simulation.split import (
     FleetSimulation,
     Goal,
     SimulationExtent,
+    SplitCandidate,
     engine_s,
+    gpus_usd_h,
     search,
     simulate_fleet,
     steps_by_hour,
@@ -75,25 +78,31 @@ def show_priced(
     resolved, hours = resolved_there(config), extent.hours
     console = Console(stderr=as_json)
     with console.status("simulating"):
-        fleet = Fleet.of(resolved, spec_of_recipe(resolved), plan)
+        fleet, others = Fleet.of(resolved, spec_of_recipe(resolved), plan), list[tuple[SplitCandidate, Estimate]]()
         if goal is None:
             simulated = simulate_fleet(fleet, seed=seed, extent=extent)
         else:
-            fleet, simulated = search(fleet, goal, seed=seed)
+            chosen, left = search(fleet, goal, seed=seed)
+            fleet, simulated = chosen.fleet, chosen.simulation
+            others = [(other, other.longer_than(chosen)) for other in left]
     figures, events, factor = simulated.figures, simulated.events, simulated.small.factor
     shows_hours = hours is not None and (extent.precision is None or any(region.lent for region in fleet.regions))
     by_hour = steps_by_hour(events, simulated.small) if shows_hours else {}
     if as_json:
         hourly = {"steps_by_hour": {str(hour): round(steps, 2) for hour, steps in by_hour.items()}} if by_hour else {}
         inferred = {} if simulated.steady is None else {"intervals": steady_json(simulated.steady)}
-        print(json.dumps(priced_json(fleet, figures, events, factor) | hourly | inferred, indent=2))
+        compared = {"others": [other_json(other, longer) for other, longer in others]} if goal is not None else {}
+        print(json.dumps(priced_json(fleet, figures, events, factor) | hourly | inferred | compared, indent=2))
         return
     table = light_table("plan", "predicted", broken=["predicted"])
     for label, words in priced_rows(fleet, figures, events, factor):
         table.add_row(label, words)
     if hours is not None:
-        for label, words in hours_rows(fleet, simulated, hours):
-            table.add_row(label, words)
+        table.add_row(*hours_row(fleet, simulated, hours))
+    if simulated.steady is not None:
+        table.add_row("95% intervals", intervals_words(simulated.steady, len(events.steps)))
+    for other, longer in others:
+        table.add_row("simulated, too", other_words(other, longer))
     if by_hour:
         table.add_row("steps, by hour of day", ", ".join(f"{hour}h {steps:.1f}" for hour, steps in by_hour.items()))
     console.print(table)
@@ -160,15 +169,41 @@ def priced_rows(fleet: Fleet, figures: RunFigures, events: SimulatedEvents, fact
     yield "of it for engines", f"{share}; ${costs.egress_usd_step:.2f} a step for bytes between regions"
 
 
-def hours_rows(fleet: Fleet, simulated: FleetSimulation, hours: float) -> Iterator[tuple[str, str]]:
+def hours_row(fleet: Fleet, simulated: FleetSimulation, hours: float) -> tuple[str, str]:
     """Label and words of what so many hours come to."""
     costs, steady = Costs.of(fleet, simulated.figures), simulated.steady
     width = "" if steady is None else f" ± {steady.step_s.relative:.1%}"
     steps = simulated.figures.steps_per_hour * hours
-    yield f"in {hours:,.0f} hours", f"{steps:,.0f} steps{width}, ${costs.usd_h * hours:,.0f}"
-    if steady is not None:
-        shares = ", ".join(f"{name} ± {relative:.1%}" for name, relative in _relative(steady).items())
-        yield "95% intervals", f"{shares}; from {len(simulated.events.steps):,} simulated steps"
+    return f"in {hours:,.0f} hours", f"{steps:,.0f} steps{width}, ${costs.usd_h * hours:,.0f}"
+
+
+def intervals_words(steady: SteadyState, steps: int) -> str:
+    """Half the width of each 95 % interval, and the number of simulated steps."""
+    shares = ", ".join(f"{name} ± {relative:.1%}" for name, relative in _relative(steady).items())
+    return f"{shares}; from {steps:,} simulated steps"
+
+
+def other_words(other: SplitCandidate, longer: Estimate) -> str:
+    """Another split that a search has simulated, beside the chosen one on the same rollouts."""
+    fleet = other.fleet
+    split = f"{fleet.ranks:,} train, {fleet.sampling_gpus:,} sample, ${gpus_usd_h(fleet):,.0f} an hour"
+    step = f"a step {longer.value:+.1%} (95%: {longer.low:+.1%} to {longer.high:+.1%})"
+    return f"{split}: {step}{'' if is_told_apart(longer) else ', not told apart'}"
+
+
+def other_json(other: SplitCandidate, longer: Estimate) -> dict[str, Json]:
+    """The same as one JSON object."""
+    return {
+        "gpus": {"trainer": other.fleet.ranks, "engines": other.fleet.sampling_gpus},
+        "usd_hour": round(gpus_usd_h(other.fleet), 2),
+        "step_longer": {"share": round(longer.value, 5), "low": round(longer.low, 5), "high": round(longer.high, 5)},
+        "told_apart": is_told_apart(longer),
+    }
+
+
+def is_told_apart(longer: Estimate) -> bool:
+    """True if the interval of a difference leaves zero out."""
+    return not longer.low <= 0 <= longer.high
 
 
 def steady_json(steady: SteadyState) -> dict[str, Json]:

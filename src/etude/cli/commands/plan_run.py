@@ -103,7 +103,7 @@ def run(
         refuse({"--fleet": fleet, "--link": link, "--page": page}, "a file for --hardware has regions and links")
         goal = parse_goal(search) if search else None
         if goal is not None and hours is not None:
-            raise ConfigError("--search tries a few steps of each split: leave --hours out, and plan what it finds")
+            raise ConfigError("--search simulates some steps of each split: leave --hours out, and plan what it finds")
         plan = load_plan(hardware, assume or ())
         if precision is not None and hours is None:
             raise ConfigError(f"--precision {precision:g} is of so many hours: add --hours, such as --hours 720")
