@@ -56,7 +56,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.run.folder import RunFolder, start_from
 from etude.run.keys import RUN_KEY_VARIABLE
-from etude.run.launchers.host_process import THREADING
+from etude.run.launchers.fork_server import THREADING
 from etude.run.machine_info import source_commit
 from etude.run.process_name import ENGINE, GATEWAY
 from etude.run.working_folder import MODEL, RECIPE_FILES, WORK_VARIABLE, keep, working_path

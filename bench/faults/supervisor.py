@@ -16,7 +16,7 @@ from typing import final
 from bench import programs
 from bench.usage import descendants
 from etude.run.folder import RunFolder
-from etude.run.launchers.host_process import THREADING
+from etude.run.launchers.fork_server import THREADING
 
 GONE_S = 60.0
 """Maximum time until processes of a run end after their supervisor was killed: longer than their cleanup."""

@@ -25,7 +25,7 @@ from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.errors import InfrastructureError
 from etude.run.folder import RunFolder, start_from
-from etude.run.launchers.host_process import THREADING
+from etude.run.launchers.fork_server import THREADING
 from etude.run.local import run_local
 from etude.telemetry.log import EventReader
 

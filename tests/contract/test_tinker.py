@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.run.launchers.host_process import THREADING
+from etude.run.launchers.fork_server import THREADING
 from own_checkpoint import make_checkpoint
 
 PYTHON = Path(__file__).parents[2] / ".venv-tinker" / "bin" / "python"

@@ -25,7 +25,7 @@ from etude.ledger.ledger import TRAIN
 from etude.ledger.states import quorum
 from etude.run.folder import RunFolder, exclusive, start_from
 from etude.run.keys import KeyRole
-from etude.run.launchers.host_process import THREADING
+from etude.run.launchers.fork_server import THREADING
 from etude.run.stores import open_ledger
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats, ProcessStarted, RolloutClosed, StepDone

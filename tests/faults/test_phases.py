@@ -13,7 +13,7 @@ import pytest
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.run.folder import RunFolder
-from etude.run.launchers.host_process import THREADING
+from etude.run.launchers.fork_server import THREADING
 from etude.run.phase_folders import Phase, PhaseFolders
 from etude.run.weight_log import open_log
 from etude.types import Json

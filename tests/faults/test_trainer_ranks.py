@@ -11,7 +11,7 @@ import pytest
 
 from etude.config.loading import parse_config
 from etude.run.folder import RunFolder
-from etude.run.launchers.host_process import THREADING
+from etude.run.launchers.fork_server import THREADING
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader

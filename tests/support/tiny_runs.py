@@ -8,7 +8,7 @@ from pathlib import Path
 
 from etude.config.loading import default_recipe
 from etude.errors import ExitCode
-from etude.run.launchers.host_process import THREADING
+from etude.run.launchers.fork_server import THREADING
 from etude.run.phase_models import make_start
 
 DEADLINE_S = 1700
