@@ -4,7 +4,8 @@ Triton looks at ``TRITON_INTERPRET`` when a kernel is defined, its own library i
 does not do. The variable is set for the import and for calls only: programs that tests start would inherit it.
 
 The interpreter keeps bfloat16 as whole numbers, multiplies matrices of them as such and rounds towards zero. Both are
-fixed here: they are numbers, and rounded to the nearest as a device does.
+fixed here: they are numbers, and rounded to the nearest as a device does. It also patches Triton's language anew for
+each launch and each call between kernels, which takes most of its time: here it does so once.
 """
 
 import os
@@ -45,7 +46,9 @@ def kernels(*names: str) -> list[ModuleType]:
         if not torch.cuda.is_available():
             for name in [name for name in sys.modules if _is_python_of_triton(name) or name.startswith(OURS)]:
                 del sys.modules[name]
-            _fix(import_module("triton.runtime.interpreter"))
+            interpreter = import_module("triton.runtime.interpreter")
+            _fix_bfloat16(interpreter)
+            _patch_once(interpreter)
         return [import_module(f"{OURS}.{name}") for name in names]
 
 
@@ -54,7 +57,7 @@ def _is_python_of_triton(module: str) -> bool:
     return module.partition(".")[0] == "triton" and not module.startswith("triton._C")
 
 
-def _fix(interpreter: Any) -> None:
+def _fix_bfloat16(interpreter: Any) -> None:
     """Give a fresh module of the interpreter the arithmetic of bfloat16."""
     builder, handle, tl = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl
     cast, dot = builder.cast_impl, builder.create_dot
@@ -71,6 +74,19 @@ def _fix(interpreter: Any) -> None:
         return dot(self, widened(one), widened(other), *rest)
 
     builder.cast_impl, builder.create_dot = cast_rounding, dot_of_numbers
+
+
+def _patch_once(interpreter: Any) -> None:
+    """Leave the language patched after the first call of a function of each module: nothing else uses this import."""
+    patch, patched = interpreter._patch_lang, set[str]()
+
+    def patch_new(function: Any) -> Any:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch(function)
+        return interpreter._LangPatchScope()  # with nothing to restore
+
+    interpreter._patch_lang = patch_new
 
 
 def _wide(halves: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
