@@ -3,7 +3,10 @@
 In an asynchronous run the trainer has newer weights when a token arrives, so a comparison with its *current* weights
 would measure learning. Instead the last few published states are stored, and a sample of each batch is scored again
 under the version that sampled it. A turn is comparable if one version sampled all of it: the engine never reuses a
-prefix across versions, so that version also computed the whole context.
+prefix across versions, so that version also computed the whole context. There is one exception, which shows as a larger
+mismatch and changes no training: where running calls keep their context during a swap, an engine may have read part of
+a prompt with the version before (the native engine after ``MAX_REREADS`` swaps during one prompt, vLLM for a prompt
+that it has not begun to answer).
 
 The scorer computes as the loss does, with the temperature, sampling mask and router replay of each token. Rows without
 a comparable token use the trainer's own router: the engine computed them with other weights, or recorded no routes.

@@ -224,10 +224,17 @@ def materialise(part: nn.Module, device: str) -> None:
 
 
 def add_gradients(model: nn.Module, grid: Grid) -> None:
-    """Sum the gradients of ranks that each have the whole model; a missing gradient counts as 0."""
+    """Sum the gradients of ranks that each have the whole model.
+
+    A gradient that some ranks lack counts as 0 there. One that all ranks lack stays missing, so that the optimiser does
+    not move the parameter, as on one process.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        if parameter.grad is None:
+    has_gradient_P = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    has_gradient_P = has_gradient_P.to(grid.everyone.device_type)
+    dist.all_reduce(has_gradient_P, dist.ReduceOp.MAX, group=grid.everyone.get_group())
+    for parameter, has_gradient in zip(parameters, has_gradient_P.tolist(), strict=True):
+        if has_gradient and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients):

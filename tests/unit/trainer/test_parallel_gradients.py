@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from etude.config.loading import parse_config
 from etude.config.training import ParallelConfig
@@ -9,7 +10,7 @@ from etude.errors import ConfigError
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
 from etude.run.resolve import resolve
-from etude.trainer.parallel import clip_gradients, joined
+from etude.trainer.parallel import Grid, add_gradients, clip_gradients, joined
 from etude.trainer.whole_copy import WholeCopy
 
 
@@ -25,6 +26,18 @@ def test_clipping_is_torchs(max_norm: float) -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert torch.equal(one.grad, other.grad)
+
+
+def test_a_parameter_without_a_gradient_on_any_rank_keeps_none() -> None:
+    model = torch.nn.Linear(2, 1)
+    model.weight.grad = torch.ones_like(model.weight)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        add_gradients(model, Grid.open(ParallelConfig(sharding="none"), "cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
+    assert model.bias.grad is None
 
 
 def test_one_process_has_no_grid_and_whole_weights() -> None:
