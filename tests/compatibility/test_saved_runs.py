@@ -119,8 +119,11 @@ def test_its_events_make_the_report_that_they_made(folder: RunFolder) -> None:
     before = orjson.loads(folder.report_json.read_bytes())
     folder.report_json.unlink()
     after = write_report(folder, folder.config())
-    for part in ("finished", "steps", "learning", "heldout", "tokens", "rollouts", "staleness"):
+    for part in ("finished", "steps", "learning", "tokens", "rollouts", "staleness"):
         assert after[part] == before[part]
+    heldout = after["heldout"]
+    assert isinstance(heldout, dict)
+    assert before["heldout"].items() <= heldout.items()  # later versions have more figures of the same evaluations
 
 
 def test_a_suite_goes_on_from_its_tries(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import signal
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from types import FrameType
 
 import uvloop
@@ -34,19 +35,21 @@ def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | No
     """
     raise_file_limit()
     received: list[int] = []
+    cancellations: list[Callable[[], object]] = []
+    """How to cancel ``main``, while it runs."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if cleanup_s is not None and not received:
+            _exit_after(cleanup_s, 128 + number)
+        received.append(number)
+        for cancel in cancellations:
+            cancel()
 
     async def supervised() -> None:
         task = asyncio.ensure_future(main)
-        loop = asyncio.get_running_loop()
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            if cleanup_s is not None and not received:
-                _exit_after(cleanup_s, 128 + number)
-            received.append(number)
-            loop.call_soon_threadsafe(task.cancel)
-
-        # Not the loop's own handlers, which run in the loop: code that blocks the loop must have the same bound.
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        cancellations.append(partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel))
+        if received:
+            task.cancel()
         try:
             async with background_task(Heartbeat().keep()):
                 await task
@@ -56,11 +59,17 @@ def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | No
         except BaseExceptionGroup as group:
             raise _first(group) from group
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            cancellations.clear()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(supervised())
+    # Not the loop's own handlers, which run in the loop: code that blocks the loop must have the same bound. And before
+    # there is a loop: a signal that raises an error inside of it leaves it unable to close.
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(supervised())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if received:
         raise SystemExit(128 + received[0])
 

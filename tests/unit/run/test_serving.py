@@ -59,6 +59,30 @@ def test_a_process_ends_by_a_signal_whatever_it_is_at(number: signal.Signals, wo
     assert (process.returncode, text) == (128 + number, b"")
 
 
+EARLY = """
+import os, signal, uvloop
+from etude.run.serving import run_until_signal
+
+new_event_loop = uvloop.new_event_loop
+
+def signalled():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return new_event_loop()
+
+async def main():
+    raise AssertionError("it was started")
+
+uvloop.new_event_loop = signalled
+run_until_signal(main())
+"""
+"""A program that gets a signal while its event loop is made."""
+
+
+def test_a_signal_before_the_loop_runs_ends_a_process_as_later_ones_do() -> None:
+    ended = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, check=False, timeout=30)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGTERM, b"")
+
+
 def test_who_was_left_behind_is_gone_before_its_successor_gives_up() -> None:
     assert inspect.signature(run_until_signal).parameters["cleanup_s"].default < PREDECESSOR_S
 
