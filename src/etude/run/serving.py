@@ -36,7 +36,7 @@ def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | No
     raise_file_limit()
     received: list[int] = []
     cancellations: list[Callable[[], object]] = []
-    """How to cancel ``main``, while it runs."""
+    """The call that cancels ``main``, while it runs."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         if cleanup_s is not None and not received:
