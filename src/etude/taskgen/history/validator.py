@@ -197,7 +197,7 @@ class ChangeValidator:
         image = await asyncio.to_thread(add_image, trees, self._store, self._needs)
         names = frozenset(proposal.name for proposal in spoken_of)
         both = (trees.slicer.nothing(), None), _files(trees.slicer.whole())
-        first = await self._observe(trees, image, both, names=names)
+        first = await self._observe(trees, image, both, names=names, timeout_s=RUN_TIMEOUT_S)
         if first[-1].ended == "timeout":  # of a busy machine, perhaps: nothing tells yet what the change does
             raise SandboxError(f"the tests of {trees.change.candidate_id} did not end within {RUN_TIMEOUT_S:g} s")
         if first[0].ended == "timeout":  # nor would they in the sandbox of an agent that does nothing
@@ -293,9 +293,9 @@ class ChangeValidator:
         image: Image,
         runs: Sequence[tuple[Mapping[str, str | None], Sequence[str] | None]],
         *,
+        timeout_s: float,
         attempt: int = 0,
         names: frozenset[str] = frozenset(),
-        timeout_s: float = RUN_TIMEOUT_S,
     ) -> list[RunObservation]:
         """Run the changed tests over some files each, in one sandbox: those of some ids; or all of them, or those that
         speak of some names. ``timeout_s`` is for each run. Of ids only their modules are imported, as when a task is
