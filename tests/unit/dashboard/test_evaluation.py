@@ -6,16 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from etude.dashboard.evaluation import (
-    Evaluation,
-    Measure,
-    TokenPrices,
-    Try,
-    comparison_table,
-    differences,
-    evaluation_table,
-    figures,
-)
+from etude.dashboard.evaluation import Evaluation, Measure, TokenPrices, Try, differences, figures
+from etude.dashboard.evaluation_text import comparison_table, evaluation_table
 from etude.dashboard.formatting import number_at
 from etude.errors import ConfigError
 
