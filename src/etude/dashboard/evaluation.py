@@ -19,7 +19,7 @@ from etude.dashboard.statistics import Estimate, difference_of, mean_amount, mea
 from etude.errors import ConfigError
 from etude.types import Json
 
-Way: TypeAlias = Literal["sampled", "greedy"]
+SamplingMode: TypeAlias = Literal["sampled", "greedy"]
 """Temperature 1 or 0."""
 PER_MILLION = 1e-6
 
@@ -74,8 +74,8 @@ class Evaluation:
     run: str
     version: int
     digest: str
-    tries: Mapping[Way, tuple[tuple[Try | None, ...], ...]]
-    """Way → pass → task; ``None`` for an attempt that infrastructure prevented."""
+    tries: Mapping[SamplingMode, tuple[tuple[Try | None, ...], ...]]
+    """Sampling mode → pass → task; ``None`` for an attempt that infrastructure prevented."""
     engine_s: float
     """Busy time of its engine during the evaluation."""
     parts: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
         "tasks": evaluation.tasks,
         "pass_at": measure.pass_at,
         "engine_seconds": round(evaluation.engine_s, 3),
-        **{way: _way(way, evaluation, measure) for way in evaluation.tries},
+        **{mode: _mode_figures(mode, evaluation, measure) for mode in evaluation.tries},
     }
 
 
@@ -141,19 +141,19 @@ def differences(before: Evaluation, after: Evaluation, measure: Measure) -> dict
 
     Raises :class:`~etude.errors.ConfigError` if their tasks differ.
     """
-    ways: dict[str, Json] = {}
-    for way in before.tries.keys() & after.tries.keys():
-        pairs = _pairs(before.tries[way], after.tries[way])
+    modes: dict[str, Json] = {}
+    for mode in before.tries.keys() & after.tries.keys():
+        pairs = _pairs(before.tries[mode], after.tries[mode])
         parts = [name for name in before.parts if name in after.parts]
         amounts = [name for name in before.amounts if name in after.amounts]
-        ways[way] = {
-            **_difference(way, pairs, measure),
+        modes[mode] = {
+            **_difference(mode, pairs, measure),
             **_named_differences(pairs, AMOUNTS, amounts),
             "parts": _named_differences(pairs, PARTS, parts),
         }
-    if not ways:
+    if not modes:
         raise ConfigError("the two were not evaluated in the same way: there is nothing to compare")
-    return {way: ways[way] for way in sorted(ways, reverse=True)}
+    return {mode: modes[mode] for mode in sorted(modes, reverse=True)}
 
 
 def by_task(passes: Sequence[Sequence[Try | None]]) -> list[list[Try]]:
@@ -161,14 +161,14 @@ def by_task(passes: Sequence[Sequence[Try | None]]) -> list[list[Try]]:
     return [[attempt for attempt in tries if attempt is not None] for tries in zip(*passes, strict=True)]
 
 
-def _way(way: Way, evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
-    passes, tasks = len(evaluation.tries[way]), by_task(evaluation.tries[way])
+def _mode_figures(mode: SamplingMode, evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
+    passes, tasks = len(evaluation.tries[mode]), by_task(evaluation.tries[mode])
     tried = [tries for tries in tasks if tries]
     if not tried:
-        raise ConfigError(f"every {way} try failed by infrastructure: see the logs, and evaluate again")
-    ks = measure.ks if way == "sampled" else (1,)
+        raise ConfigError(f"every {mode} try failed by infrastructure: see the logs, and evaluate again")
+    ks = measure.ks if mode == "sampled" else (1,)
     clusters = _clusters(tried)
-    figures_of_way: dict[str, Json] = {
+    mode_figures: dict[str, Json] = {
         "passes": passes,
         "tries": sum(map(len, tasks)),
         "missing": passes * len(tasks) - sum(map(len, tasks)),
@@ -180,8 +180,8 @@ def _way(way: Way, evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
         **_named_means(tried, AMOUNTS, evaluation.amounts, mean_amount),
     }
     if measure.prices is not None:
-        figures_of_way["cost"] = _amount(tried, measure.prices.of)
-    return figures_of_way
+        mode_figures["cost"] = _amount(tried, measure.prices.of)
+    return mode_figures
 
 
 def _amount(tasks: Sequence[Sequence[Try]], value: Callable[[Try], float]) -> dict[str, Json]:
@@ -230,21 +230,21 @@ def _pairs(
     return [(first, second) for first, second in pairs if first and second]
 
 
-def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure: Measure) -> dict[str, Json]:
+def _difference(mode: SamplingMode, pairs: Sequence[tuple[list[Try], list[Try]]], measure: Measure) -> dict[str, Json]:
     """Differences for ``pairs``, the attempts at each task, before and after."""
 
     def change(value: Callable[[Try], float]) -> dict[str, Json]:
         return _paired(pairs, lambda tries: _mean(tries, value))
 
-    figures_of_way: dict[str, Json] = {
+    mode_figures: dict[str, Json] = {
         "tasks": len(pairs),
         "templates": len(set(_clusters([after for _, after in pairs]))),
         "reward": change(_reward),
-        "pass": _pass_differences(pairs, measure.ks if way == "sampled" else (1,), measure),
+        "pass": _pass_differences(pairs, measure.ks if mode == "sampled" else (1,), measure),
         "sign_test": asdict(sign_test(*_sides(pairs, lambda tries: _mean(tries, measure.passed)))),
         **{name: change(effort) for name, effort in EFFORTS.items()},
     }
-    return figures_of_way if measure.prices is None else figures_of_way | {"cost": change(measure.prices.of)}
+    return mode_figures if measure.prices is None else mode_figures | {"cost": change(measure.prices.of)}
 
 
 def _paired(pairs: Sequence[tuple[list[Try], list[Try]]], value: Callable[[Sequence[Try]], float]) -> dict[str, Json]:

@@ -15,7 +15,7 @@ from etude.dashboard.formatting import MISSING, count, decimal, number_at, perce
 from etude.dashboard.terminal import ACCENT, DIM, WARN
 from etude.types import Json
 
-WAYS = ("sampled", "greedy")
+MODES = ("sampled", "greedy")
 """Sampling modes in display order."""
 Notation = Callable[[float | None], str]
 """Function that formats a figure."""
@@ -24,9 +24,9 @@ Notation = Callable[[float | None], str]
 def evaluation_table(figures: Mapping[str, Json]) -> RenderableType:
     """Text table of one version: its pass rates, tokens, time and cost."""
     parts: list[RenderableType] = [_title([figures])]
-    for way in _ways(figures):
-        table = _table(_tries(figures, way), "mean", "95 % interval")
-        for label, path, written, _ in _rows(figures, way):
+    for mode in _modes(figures):
+        table = _table(_tries(figures, mode), "mean", "95 % interval")
+        for label, path, written, _ in _rows(figures, mode):
             of = partial(number_at, figures)
             low, high = written(of(f"{path}.low")), written(of(f"{path}.high"))
             table.add_row(label, Text(written(of(f"{path}.value")), "bold"), f"{low} to {high}")
@@ -39,9 +39,9 @@ def comparison_table(
 ) -> RenderableType:
     """Text table of two versions on the tasks that both tried, and their difference."""
     parts: list[RenderableType] = [_title([before, after])]
-    for way in _ways(differences):
-        table = _table(_tries(after, way), str(before["label"]), str(after["label"]), "difference", "95 % interval")
-        for label, path, written, changed in _rows(after, way):
+    for mode in _modes(differences):
+        table = _table(_tries(after, mode), str(before["label"]), str(after["label"]), "difference", "95 % interval")
+        for label, path, written, changed in _rows(after, mode):
             value, low, high = (number_at(differences, f"{path}.{name}") for name in ("value", "low", "high"))
             is_clear = value is not None and low is not None and high is not None and low * high > 0
             table.add_row(
@@ -51,7 +51,7 @@ def comparison_table(
                 Text(changed(value), "bold" if is_clear else "default"),
                 f"{changed(low)} to {changed(high)}",
             )
-        parts += [Text(), table, _test(differences, way)]
+        parts += [Text(), table, _test(differences, mode)]
     return Group(*parts, *_footnotes(differences))
 
 
@@ -65,38 +65,38 @@ def _title(versions: list[Mapping[str, Json]]) -> RenderableType:
     return text.append(f" · {count(number_at(last, 'tasks'))} held-out tasks · {passes}", DIM)
 
 
-def _ways(figures: Mapping[str, Json]) -> list[str]:
-    return [way for way in WAYS if way in figures]
+def _modes(figures: Mapping[str, Json]) -> list[str]:
+    return [mode for mode in MODES if mode in figures]
 
 
-def _tries(figures: Mapping[str, Json], way: str) -> Text:
+def _tries(figures: Mapping[str, Json], mode: str) -> Text:
     """The header of the first column: the sampling mode and the number of missing attempts."""
-    passes, missing = number_at(figures, f"{way}.passes"), number_at(figures, f"{way}.missing")
-    text = Text(way if way == "greedy" else f"sampled ×{count(passes)}", ACCENT)
+    passes, missing = number_at(figures, f"{mode}.passes"), number_at(figures, f"{mode}.missing")
+    text = Text(mode if mode == "greedy" else f"sampled ×{count(passes)}", ACCENT)
     return text.append(f", {count(missing)} tries missing", WARN) if missing else text
 
 
-def _section(figures: Mapping[str, Json], way: str) -> dict[str, Json]:
-    section = figures[way]
+def _section(figures: Mapping[str, Json], mode: str) -> dict[str, Json]:
+    section = figures[mode]
     assert isinstance(section, dict)
     return section
 
 
-def _rows(figures: Mapping[str, Json], way: str) -> Iterator[tuple[str, str, Notation, Notation]]:
+def _rows(figures: Mapping[str, Json], mode: str) -> Iterator[tuple[str, str, Notation, Notation]]:
     """Rows: label, path, formatter of the figure, and formatter of a difference."""
-    section = _section(figures, way)
+    section = _section(figures, mode)
     rates = section["pass"]
     assert isinstance(rates, dict)
     for k in rates:
-        yield f"pass@{k}", f"{way}.pass.{k}", percent, points
-    yield "reward", f"{way}.reward", partial(decimal, digits=3), partial(signed, digits=3)
+        yield f"pass@{k}", f"{mode}.pass.{k}", percent, points
+    yield "reward", f"{mode}.reward", partial(decimal, digits=3), partial(signed, digits=3)
     parts = section["parts"]
     assert isinstance(parts, dict)
     for name in parts:
-        yield f"  {name}", f"{way}.parts.{name}", partial(decimal, digits=3), partial(signed, digits=3)
+        yield f"  {name}", f"{mode}.parts.{name}", partial(decimal, digits=3), partial(signed, digits=3)
     for name in LABELS:
-        if name in section and (name not in IF_ANY or number_at(figures, f"{way}.{name}.value")):
-            yield LABELS[name], f"{way}.{name}", _number, _signed_number
+        if name in section and (name not in IF_ANY or number_at(figures, f"{mode}.{name}.value")):
+            yield LABELS[name], f"{mode}.{name}", _number, _signed_number
 
 
 LABELS: Mapping[str, str] = {
@@ -118,20 +118,20 @@ IF_ANY = ("summaries", "refused_calls")
 """Figures without a row if they are zero."""
 
 
-def _test(differences: Mapping[str, Json], way: str) -> RenderableType:
+def _test(differences: Mapping[str, Json], mode: str) -> RenderableType:
     wins, losses, ties, p = (
-        number_at(differences, f"{way}.sign_test.{name}") for name in ("wins", "losses", "ties", "p")
+        number_at(differences, f"{mode}.sign_test.{name}") for name in ("wins", "losses", "ties", "p")
     )
-    name = "McNemar, exact" if way == "greedy" else "exact sign test over tasks"
+    name = "McNemar, exact" if mode == "greedy" else "exact sign test over tasks"
     text = Text(f"better on {count(wins)} tasks, worse on {count(losses)}, alike on {count(ties)}: ")
     return text.append(f"p = {small(p)}", "bold" if p is not None and p < 0.05 else "default").append(f" ({name})", DIM)
 
 
 def _footnotes(figures: Mapping[str, Json]) -> Iterator[RenderableType]:
     methods: dict[str, None] = {}
-    for way in _ways(figures):
-        methods |= dict.fromkeys(_methods(_section(figures, way)))
-    templates = max(number_at(figures, f"{way}.templates") or 0.0 for way in _ways(figures))
+    for mode in _modes(figures):
+        methods |= dict.fromkeys(_methods(_section(figures, mode)))
+    templates = max(number_at(figures, f"{mode}.templates") or 0.0 for mode in _modes(figures))
     yield Text()
     yield Text(f"intervals over {count(templates)} templates: {'; '.join(methods)}", DIM)
     yield Text("tokens, turns, seconds and cost are per try; tokens read leave out what an earlier turn had", DIM)
