@@ -39,7 +39,7 @@ class ModelledRegion:
         """
         self.name = name
         self.engines = [ModelledEngine(rates, processors) for _ in range(engines)]
-        self.is_cut = False
+        self.is_disconnected = False
         self.stored = 0
         """Newest version in its store, with which an engine starts."""
         self.rtt_s = rtt_s
@@ -65,7 +65,7 @@ class ModelledRegion:
 
     async def open(self, *, min_version: int | None = None) -> Session:
         """Start a session. Raises :class:`~etude.errors.EngineUnavailable` while the region is disconnected."""
-        if self.is_cut:
+        if self.is_disconnected:
             raise EngineUnavailable(f"no way to {self.name}")
         opened = await self.sessions.open()
         session = replace(opened, session_id=f"{self.name}/{opened.session_id}")
@@ -117,5 +117,5 @@ class ModelledRegion:
     async def _travel(self) -> None:
         """Wait half a round trip, and for the connection: while it is down, packets are retransmitted."""
         await asyncio.sleep(self.rtt_s / 2)
-        while self.is_cut:
+        while self.is_disconnected:
             await asyncio.sleep(RESEND_S)

@@ -287,7 +287,7 @@ class SimulatedRun:
     async def _report(self, sessions: RegionalSessions) -> None:
         while True:
             for name, region in self.regions.items():
-                if region.is_cut:
+                if region.is_disconnected:
                     sessions.lose(name)
                 else:
                     sessions.report(name, region.report)
