@@ -32,9 +32,9 @@ class ModelledRegion:
     """Sessions and engines of one region; implements :class:`~etude.rollouts.worker.SessionOpener`."""
 
     def __init__(
-        self, name: str, rates: EngineRates, *, engines: int, rtt_s: float, places: int, processors: Processors
+        self, name: str, rates: EngineRates, *, engines: int, rtt_s: float, capacity: int, processors: Processors
     ) -> None:
-        """``places`` is the maximum number of concurrent sessions, ``rtt_s`` the round-trip time from the rollouts, and
+        """``capacity`` is the most concurrent sessions, ``rtt_s`` the round-trip time from the rollouts, and
         ``processors`` those of its engines.
         """
         self.name = name
@@ -43,7 +43,7 @@ class ModelledRegion:
         self.stored = 0
         """Newest version in its store, with which an engine starts."""
         self.rtt_s = rtt_s
-        self._places = places
+        self._capacity = capacity
         self.sessions = FakeSessions()
         self.min_versions: dict[str, int | None] = {}
         """Session → the oldest weight version that may sample in it."""
@@ -61,7 +61,7 @@ class ModelledRegion:
     @property
     def report(self) -> RegionReport:
         """The region's status report."""
-        return RegionReport(version=self.version, places=self._places)
+        return RegionReport(version=self.version, capacity=self._capacity)
 
     async def open(self, *, min_version: int | None = None) -> Session:
         """Start a session. Raises :class:`~etude.errors.EngineUnavailable` while the region is disconnected."""

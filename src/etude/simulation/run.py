@@ -159,7 +159,7 @@ class SimulatedRun:
                 calibration.engine,
                 engines=model.engines,
                 rtt_s=model.rtt_s,
-                places=-(-config.rollouts.concurrency * model.engines // engines),
+                capacity=-(-config.rollouts.concurrency * model.engines // engines),
                 processors=self.processors if model.shares_cores else Processors(calibration.cores),
             )
             for model in regions

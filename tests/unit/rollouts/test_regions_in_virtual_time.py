@@ -163,7 +163,7 @@ class Region:
 
     @property
     def report(self) -> RegionReport:
-        return RegionReport(version=min(engine.version for engine in self.engines), places=PLACES)
+        return RegionReport(version=min(engine.version for engine in self.engines), capacity=PLACES)
 
 
 class Agents:

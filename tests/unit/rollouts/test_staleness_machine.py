@@ -172,7 +172,7 @@ class Factory:
         """A table with a report of version 0 from every region. No time passes: absence is set explicitly."""
         table = Regions(self.trainer.regions, RegionLimits(lead=1.0))
         for name in self.trainer.regions:
-            table.report(name, RegionReport(version=0, places=PLACES), 0.0)
+            table.report(name, RegionReport(version=0, capacity=PLACES), 0.0)
         return table
 
     @property
@@ -228,7 +228,7 @@ class Factory:
         if region.is_disconnected:
             one.table.lose(name)
         else:
-            one.table.report(name, RegionReport(version=region.counted(), places=PLACES), 0.0)
+            one.table.report(name, RegionReport(version=region.counted(), capacity=PLACES), 0.0)
         one.heard = self.trainer.published if self.rules.hears_published else one.table.admitted_version
 
     def lose_sight(self, region: Region, engine: int) -> None:
