@@ -152,7 +152,7 @@ class ProcessSessions:
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         """End a session and hand over its turns; waits while there is no way to its region."""
         self._life.opened.discard(session_id)
-        while self._region.is_cut:
+        while self._region.is_disconnected:
             self._reach()
             await asyncio.sleep(RESEND_S)
         self._reach()

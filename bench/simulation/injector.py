@@ -91,8 +91,8 @@ class Injector:
             case Kind.KILL_ENGINE | Kind.OLD_ENGINE:
                 return self._harm_engine(fault)
             case Kind.CUT_REGION:
-                region.is_cut = True
-                self._later(fault, region.name, lambda: setattr(region, "is_cut", False))
+                region.is_disconnected = True
+                self._later(fault, region.name, lambda: setattr(region, "is_disconnected", False))
                 return region.name
             case Kind.SLOW_LINK:
                 model = next(model for model in self._scenario.regions if model.name == region.name)

@@ -112,11 +112,11 @@ def list_page(bucket: str, objects: dict[str, Any], query: Mapping[str, str]) ->
     most = min(int(query.get("max-keys", PAGE_KEYS)), PAGE_KEYS)
     entries = entries_after(sorted(key for key in objects.copy() if key.startswith(prefix)), prefix, delimiter, after)
     page = list(islice(entries, most))
-    is_cut = next(entries, None) is not None
+    is_truncated = next(entries, None) is not None
     parts = ['<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">']
     parts.append(f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><MaxKeys>{most}</MaxKeys>")
-    parts.append(f"<KeyCount>{len(page)}</KeyCount><IsTruncated>{str(is_cut).lower()}</IsTruncated>")
-    if is_cut and page:
+    parts.append(f"<KeyCount>{len(page)}</KeyCount><IsTruncated>{str(is_truncated).lower()}</IsTruncated>")
+    if is_truncated and page:
         parts.append(f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>")
     for entry, is_folder in page:
         if is_folder:

@@ -64,7 +64,7 @@ class Link:
         self._random = random.Random(f"{LOSS_SEED} {seed}")
         self._idle_s = 0.0
         self._packets = self._size_bytes = self._lost = self._dropped = self._cut = 0
-        self._is_cut = False
+        self._is_disconnected = False
 
     @property
     def traffic(self) -> Traffic:
@@ -79,18 +79,18 @@ class Link:
 
     def cut(self) -> None:
         """Stop carrying packets until :meth:`heal`; those in flight still arrive. Senders get no notice."""
-        self._is_cut = True
+        self._is_disconnected = True
 
     def heal(self) -> None:
         """Carry packets again."""
-        self._is_cut = False
+        self._is_disconnected = False
 
     def send(self, size_bytes: int, now_s: float) -> float | None:
         """Take a packet at ``now_s``, which never runs backwards; returns when it arrives, ``None`` if it never does.
 
         Arrivals come in the order of sending.
         """
-        if self._is_cut:
+        if self._is_disconnected:
             self._cut += 1
             return None
         shape = self._shape

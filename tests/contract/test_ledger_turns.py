@@ -68,7 +68,7 @@ def test_turns_that_are_not_there_are_named(ledger: Ledger, place: str, store: O
 
 def is_of(store: ObjectStore, key: str, rollout_id: str) -> bool:
     """Return true if an object holds the turns of a rollout."""
-    ref = Payloads(ObjectStore("memory://")).stow_turns([TURN], rollout_id)
+    ref = Payloads(ObjectStore("memory://")).store_turns([TURN], rollout_id)
     return ref.digest in key and store.exists(key)
 
 
@@ -81,7 +81,7 @@ from etude.ledger.payloads import Payloads
 from etude.objects import ObjectStore
 
 with Ledger.open(sys.argv[1], payloads=Payloads(ObjectStore(sys.argv[2], syncs=True))) as ledger:
-    assert ledger.turns.stow(rollout(1, 0)) is not None
+    assert ledger.turns.store(rollout(1, 0)) is not None
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -110,7 +110,7 @@ def sweep(ledger: Ledger, store: ObjectStore, *, older_than_s: float) -> int:
 def test_what_no_row_names_any_more_is_deleted_for_good(ledger: Ledger, store: ObjectStore) -> None:
     assert ledger.admit_group(task("a"), TRAIN, 2, 0) == 0
     first = rollout(0, 0)
-    turns = ledger.turns.stow(first)
+    turns = ledger.turns.store(first)
     assert turns is not None
     ledger.record(first, TRAIN, turns)
     ledger.record(replace(first, rollout_id="copy", slot=1), TRAIN, turns)

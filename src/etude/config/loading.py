@@ -16,7 +16,7 @@ from etude.config.fleet import FleetConfig
 from etude.config.keys import suggestion
 from etude.config.log import spell_out
 from etude.config.recipe import RunConfig
-from etude.config.renamed import renamed, without_emptied
+from etude.config.renamed import drop_removed_keys, renamed
 from etude.config.section import Section
 from etude.config.suite import SUITE_FILE, SuiteFile
 from etude.config.tasks import FOLDER_FAMILIES
@@ -107,7 +107,7 @@ def default_recipe(overrides: Sequence[str] = ()) -> RunConfig:
 
 def parse_config(tree: Mapping[str, Any], *, source: str) -> RunConfig:
     """Check a tree of plain values. Raises :class:`~etude.errors.ConfigError` with every fault found."""
-    return _parse(without_emptied(tree), RunConfig, source=source)
+    return _parse(drop_removed_keys(tree), RunConfig, source=source)
 
 
 def load_fleet(path: Path) -> FleetConfig:

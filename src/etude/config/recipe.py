@@ -345,54 +345,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_live(self) -> Self:
-        parts, live = self.feedback.reward.parts, self.live
-        by_turn = next((part.name for part in parts if part.per == "turn"), "")
-        if by_turn and self.credit.kind != "shaped":
-            raise ValueError(
-                f"feedback.reward.parts: {by_turn!r} is about single turns, and credit.kind = {self.credit.kind!r} "
-                f"gives all turns the same: set credit.kind = 'shaped', or per = 'session'"
-            )
-        if not live.groups_per_step:
-            return self
-        if not parts:
-            raise ValueError(
-                f"live.groups_per_step = {live.groups_per_step} has nothing to learn from: say in "
-                f"[[feedback.reward.parts]] what a session is worth"
-            )
-        if live.after_steps >= self.trainer.steps:
-            raise ValueError(
-                f"live.after_steps = {live.after_steps} leaves no step of trainer.steps = {self.trainer.steps} to live "
-                f"sessions: lower it"
-            )
-        release_every, most_ahead = self.release.every_steps, self.rollouts.max_staleness + 1
-        if release_every > most_ahead:
-            raise ValueError(
-                f"release.every_steps = {release_every} is above rollouts.max_staleness + 1 = {most_ahead}, the steps "
-                f"by which the trainer may be ahead of what users have: it would wait for a candidate for ever. Lower "
-                f"release.every_steps, or raise rollouts.max_staleness"
-            )
-        alone = {
-            "loss.baseline = 'mean_std' (set 'mean' or 'leave_one_out')": self.loss.baseline == "mean_std",
-            "rollouts.max_resamples (leave it out)": self.rollouts.max_resamples > 0,
-            "credit.kind = 'shared_prefix' (set another)": self.credit.kind == "shared_prefix",
-            "reward.shuffled (leave it out)": self.reward.shuffled,
-        }
-        compares = [name for name, is_set in alone.items() if is_set]
-        if compares:
-            raise ValueError(
-                f"live.groups_per_step = {live.groups_per_step}: a live session is a group of one, and {compares[0]} "
-                f"needs the other rollouts of a group"
-            )
-        if self.trainer.checkpoint_steps > 1:
-            raise ValueError(
-                f"trainer.checkpoint_steps = {self.trainer.checkpoint_steps} does not go with live sessions: a step "
-                f"that may have to be done again cannot forget a user's session; leave it out"
-            )
-        if self.loss.old_policy == "recomputed":
-            raise ValueError(
-                "loss.options.old_policy = 'recomputed' does not go with live sessions: after a rollback some are of "
-                "weights that the trainer no longer has; set loss.options.old_policy = 'engine'"
-            )
+        _check_learning_signal(self)
+        if self.live.groups_per_step:
+            _check_live_conflicts(self)
         return self
 
     @model_validator(mode="after")
@@ -568,3 +523,59 @@ def check_adapters(config: RunConfig) -> None:
     }
     if reasons := [reason for reason, is_so in refused.items() if is_so]:
         raise ValueError(f"lora.rank = {config.lora.rank} does not go with {reasons[0]}")
+
+
+def _check_learning_signal(config: RunConfig) -> None:
+    """Live sessions, and rewards of single turns, need something to learn from, and a step to learn in."""
+    parts, live = config.feedback.reward.parts, config.live
+    by_turn = next((part.name for part in parts if part.per == "turn"), "")
+    if by_turn and config.credit.kind != "shaped":
+        raise ValueError(
+            f"feedback.reward.parts: {by_turn!r} is about single turns, and credit.kind = {config.credit.kind!r} "
+            f"gives all turns the same: set credit.kind = 'shaped', or per = 'session'"
+        )
+    if not live.groups_per_step:
+        return
+    if not parts:
+        raise ValueError(
+            f"live.groups_per_step = {live.groups_per_step} has nothing to learn from: say in "
+            f"[[feedback.reward.parts]] what a session is worth"
+        )
+    if live.after_steps >= config.trainer.steps:
+        raise ValueError(
+            f"live.after_steps = {live.after_steps} leaves no step of trainer.steps = {config.trainer.steps} to live "
+            f"sessions: lower it"
+        )
+
+
+def _check_live_conflicts(config: RunConfig) -> None:
+    """Settings that do not go with live sessions."""
+    release_every, most_ahead = config.release.every_steps, config.rollouts.max_staleness + 1
+    if release_every > most_ahead:
+        raise ValueError(
+            f"release.every_steps = {release_every} is above rollouts.max_staleness + 1 = {most_ahead}, the steps "
+            f"by which the trainer may be ahead of what users have: it would wait for a candidate for ever. Lower "
+            f"release.every_steps, or raise rollouts.max_staleness"
+        )
+    alone = {
+        "loss.baseline = 'mean_std' (set 'mean' or 'leave_one_out')": config.loss.baseline == "mean_std",
+        "rollouts.max_resamples (leave it out)": config.rollouts.max_resamples > 0,
+        "credit.kind = 'shared_prefix' (set another)": config.credit.kind == "shared_prefix",
+        "reward.shuffled (leave it out)": config.reward.shuffled,
+    }
+    compares = [name for name, is_set in alone.items() if is_set]
+    if compares:
+        raise ValueError(
+            f"live.groups_per_step = {config.live.groups_per_step}: a live session is a group of one, and "
+            f"{compares[0]} needs the other rollouts of a group"
+        )
+    if config.trainer.checkpoint_steps > 1:
+        raise ValueError(
+            f"trainer.checkpoint_steps = {config.trainer.checkpoint_steps} does not go with live sessions: a step "
+            f"that may have to be done again cannot forget a user's session; leave it out"
+        )
+    if config.loss.old_policy == "recomputed":
+        raise ValueError(
+            "loss.options.old_policy = 'recomputed' does not go with live sessions: after a rollback some are of "
+            "weights that the trainer no longer has; set loss.options.old_policy = 'engine'"
+        )

@@ -106,19 +106,23 @@ def renamed(key: str) -> str:
     return f"it is {new}" if " " in new else f"it is {new} now"
 
 
-EMPTIED = ("telemetry",)
-"""Sections that are gone; the recipe of a run of then has them, most often with nothing in them."""
+REMOVED_SECTIONS = ("telemetry",)
+"""Sections that no longer exist; recipes of older runs have them, mostly empty."""
 
-UNUSED: Mapping[str, tuple[str, float]] = MappingProxyType({"loss": ("draft_coef", 0.0)})
-"""Section → a key of it that is gone, and the value with which it had no effect."""
+REMOVED_KEYS: Mapping[str, tuple[str, float]] = MappingProxyType({"loss": ("draft_coef", 0.0)})
+"""Section → a key of it that no longer exists, and the value with which it had no effect."""
 
 
-def without_emptied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree without sections and keys that are gone and said nothing: runs of then can be opened."""
-    gone = {name for name in EMPTIED if isinstance(tree.get(name), Mapping) and not any(tree[name].values())}
-    left = {name: value for name, value in tree.items() if name not in gone}
-    for name, (key, nothing) in UNUSED.items():
-        section = left.get(name)
-        if isinstance(section, Mapping) and section.get(key) == nothing:
-            left[name] = {each: value for each, value in section.items() if each != key}
-    return left
+def drop_removed_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out removed sections and keys that had no effect, so that older runs can be opened."""
+    empty = {name for name in REMOVED_SECTIONS if _is_empty(tree.get(name))}
+    rest = {name: value for name, value in tree.items() if name not in empty}
+    for name, (key, no_effect) in REMOVED_KEYS.items():
+        section = rest.get(name)
+        if isinstance(section, Mapping) and section.get(key) == no_effect:
+            rest[name] = {other: value for other, value in section.items() if other != key}
+    return rest
+
+
+def _is_empty(section: object) -> bool:
+    return isinstance(section, Mapping) and not any(section.values())

@@ -22,9 +22,9 @@ from etude.telemetry.events import EvalDone
 from etude.types import Json
 
 RATES = {"sampled": "pass", "greedy": "greedy"}
-"""Way → name of its pass rate."""
+"""Sampling mode → name of its pass rate."""
 PREFIXES = {"sampled": "", "greedy": "greedy_"}
-"""Way → prefix of its other figures."""
+"""Sampling mode → prefix of its other figures."""
 MOST_KINDS = 8
 """Maximum number of template kinds that are shown separately."""
 Values: TypeAlias = Sequence[float | None]
@@ -39,23 +39,23 @@ def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str
         "templates": len(set(newest.clusters)) or None if newest else None,
         "pays_fractions": any(pays_fractions(done) for done in (before, after) if done) if newest else None,
     }
-    for way, prefix in PREFIXES.items():
-        rate = RATES[way]
+    for mode, prefix in PREFIXES.items():
+        rate = RATES[mode]
         for label, done in (("before", before), ("after", after)):
-            passed, rewards = _passed(done, way), _rewards(done, way)
+            passed, rewards = _passed(done, mode), _rewards(done, mode)
             mean = mean_of(*_tried(rewards, done.clusters)) if done and rewards else None
             section |= {
-                f"{rate}_{label}": _ratio(getattr(done, f"{way}_pass") if done else None),
-                f"{prefix}stderr_{label}": _ratio(getattr(done, f"{way}_stderr") if done else None),
+                f"{rate}_{label}": _ratio(getattr(done, f"{mode}_pass") if done else None),
+                f"{prefix}stderr_{label}": _ratio(getattr(done, f"{mode}_stderr") if done else None),
                 f"{prefix}passed_{label}": round(sum(each or 0.0 for each in passed)) if passed else None,
                 f"{prefix}reward_{label}": _ratio(mean.value if mean else None),
                 f"{prefix}reward_stderr_{label}": _ratio(mean.stderr if mean else None),
             }
         clusters = newest.clusters if _have_same_tasks(before, after) and newest else []
         for label, done in (("before", before), ("after", after)):
-            section[f"{prefix}calls_{label}"] = _calls(getattr(done, f"{way}_calls")) if done else None
-        section |= _difference(prefix, _passed(before, way), _passed(after, way), clusters)
-        section |= _difference(f"{prefix}reward_", _rewards(before, way), _rewards(after, way), clusters)
+            section[f"{prefix}calls_{label}"] = _calls(getattr(done, f"{mode}_calls")) if done else None
+        section |= _difference(prefix, _passed(before, mode), _passed(after, mode), clusters)
+        section |= _difference(f"{prefix}reward_", _rewards(before, mode), _rewards(after, mode), clusters)
     return section | {"kinds": _kinds(before, after) if newest else None}
 
 
@@ -85,10 +85,10 @@ def _kinds(before: EvalDone | None, after: EvalDone | None) -> list[Json]:
     rows: list[Json] = []
     for kind in sorted(set(kinds)):
         row: dict[str, Json] = {"kind": kind, "n": kinds.count(kind)}
-        for way, rate in RATES.items():
+        for mode, rate in RATES.items():
             for label, done in (("before", before), ("after", after)):
                 is_known = done is newest or _have_same_tasks(before, after)
-                row[f"{rate}_{label}"] = _share(_passed(done, way), [is_known and each == kind for each in kinds])
+                row[f"{rate}_{label}"] = _share(_passed(done, mode), [is_known and each == kind for each in kinds])
         rows.append(row)
     return rows
 
@@ -103,16 +103,16 @@ def _have_same_tasks(before: EvalDone | None, after: EvalDone | None) -> bool:
     return before is not None and after is not None and before.clusters == after.clusters
 
 
-def _passed(done: EvalDone | None, way: str) -> Values:
+def _passed(done: EvalDone | None, mode: str) -> Values:
     if done is None:
         return ()
-    return done.sampled_passed if way == "sampled" else done.greedy_passed
+    return done.sampled_passed if mode == "sampled" else done.greedy_passed
 
 
-def _rewards(done: EvalDone | None, way: str) -> Values:
+def _rewards(done: EvalDone | None, mode: str) -> Values:
     if done is None:
         return ()
-    return done.sampled_rewards if way == "sampled" else done.greedy_rewards
+    return done.sampled_rewards if mode == "sampled" else done.greedy_rewards
 
 
 def _tried(values: Values, clusters: Sequence[str]) -> tuple[list[float], list[str]]:
@@ -181,13 +181,13 @@ class Comparison:
         return f"{100 * number:.1f}" if self.is_rate else f"{number:.3f}"
 
 
-def comparison(report: Mapping[str, Json], way: str) -> Comparison:
+def comparison(report: Mapping[str, Json], mode: str) -> Comparison:
     """The headline figure of one sampling mode, before and after RL."""
     heldout = report["heldout"]
     assert isinstance(heldout, Mapping)
     fractions = bool(heldout.get("pays_fractions"))
-    prefix = PREFIXES[way]
-    name, errors = (f"{prefix}reward", f"{prefix}reward_") if fractions else (RATES[way], prefix)
+    prefix = PREFIXES[mode]
+    name, errors = (f"{prefix}reward", f"{prefix}reward_") if fractions else (RATES[mode], prefix)
     interval = heldout.get(f"{errors}interval")
     ends = [end for end in interval if isinstance(end, float)] if isinstance(interval, list) else []
     return Comparison(
@@ -202,13 +202,13 @@ def comparison(report: Mapping[str, Json], way: str) -> Comparison:
     )
 
 
-def full_marks(report: Mapping[str, Json], way: str) -> str:
+def full_marks(report: Mapping[str, Json], mode: str) -> str:
     """The number of passed tasks, unless it is the headline figure: ``full marks: 1 → 2``; else empty."""
     heldout, pass_at = report["heldout"], number_at(report, "config.eval.pass_at")
     assert isinstance(heldout, Mapping)
     if not heldout.get("pays_fractions"):
         return ""
-    counts = [number_at(heldout, f"{PREFIXES[way]}passed_{label}") for label in ("before", "after")]
+    counts = [number_at(heldout, f"{PREFIXES[mode]}passed_{label}") for label in ("before", "after")]
     name = "full marks" if pass_at in (None, 1.0) else f"{pass_at:g} or better"
     return f"{name}: {' → '.join(formatting.count(number) for number in counts if number is not None)}"
 

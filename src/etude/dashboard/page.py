@@ -181,8 +181,8 @@ def _result(report: Mapping[str, Json]) -> str:
     return f'<section class="pair" aria-label="Held-out result">{cards}</section>{note}'
 
 
-def _card(report: Mapping[str, Json], title: str, way: str) -> str:
-    figures, marks = comparison(report, way), full_marks(report, way)
+def _card(report: Mapping[str, Json], title: str, mode: str) -> str:
+    figures, marks = comparison(report, mode), full_marks(report, mode)
     unit = " points" if figures.is_rate else ""
     spread = f" <small>± {figures.error(figures.stderr)}{unit}</small>" if figures.stderr is not None else ""
     parts = [f"{figures.value(figures.before)} → {figures.value(figures.after)}"]

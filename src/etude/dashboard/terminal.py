@@ -109,9 +109,9 @@ def final_table(report: Mapping[str, Json]) -> RenderableType:
     gains = light_table(
         f"{formatting.count(number_at(report, 'heldout.n'))} held-out tasks", ">before", ">after", gained
     )
-    for way in ("sampled", "greedy"):
-        gains.add_row(way, *_gain_cells(comparison(report, way)))
-        if marks := full_marks(report, way):
+    for mode in ("sampled", "greedy"):
+        gains.add_row(mode, *_gain_cells(comparison(report, mode)))
+        if marks := full_marks(report, mode):
             gains.add_row(Text(f"  {marks}", DIM))
     facts = Table.grid(padding=(0, 3))
     facts.add_column(style=DIM, no_wrap=True)
@@ -234,7 +234,7 @@ def _imitation_row(run: RunMetrics, phase: str) -> Row:
 
 
 def _heldout_row(run: RunMetrics, config: RunConfig, label: str) -> Row:
-    tallies = [run.rollouts.get(f"{label}-{way}", Tally()) for way in ("sampled", "greedy")]
+    tallies = [run.rollouts.get(f"{label}-{mode}", Tally()) for mode in ("sampled", "greedy")]
     graded = [tally.statuses[RolloutStatus.GRADED] for tally in tallies]
     result = run.evals.get(label)
     if result is not None:
@@ -439,11 +439,11 @@ def _processes_row(run: RunMetrics) -> Row:
 def _measured(result: EvalDone) -> Text:
     """An evaluation on one line: pass rates, or mean rewards if these are fractions."""
     text = Text()
-    for way, passed, error, rewards in (
+    for mode, passed, error, rewards in (
         ("sampled ", result.sampled_pass, result.sampled_stderr, result.sampled_rewards),
         (" · greedy ", result.greedy_pass, result.greedy_stderr, result.greedy_rewards),
     ):
-        text.append(way, DIM)
+        text.append(mode, DIM)
         if pays_fractions(result):
             tried = [reward for reward in rewards if reward is not None]
             text.append(f"{sum(tried) / len(tried):.3f}", "bold").append(f" ({formatting.percent(passed, 0)} passed)")

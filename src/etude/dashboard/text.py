@@ -118,8 +118,8 @@ def _kinds(report: Mapping[str, Json]) -> list[tuple[str, str]]:
         (
             str(row["kind"]),
             ", ".join(
-                f"{way} {percent(number_at(row, f'{rate}_before'))} → {percent(number_at(row, f'{rate}_after'))}"
-                for way, rate in RATES.items()
+                f"{mode} {percent(number_at(row, f'{rate}_before'))} → {percent(number_at(row, f'{rate}_after'))}"
+                for mode, rate in RATES.items()
             )
             + f" of {count(number_at(row, 'n'))} tasks",
         )
@@ -227,10 +227,10 @@ def _imitation_progress(run: RunMetrics, config: RunConfig, phase: str) -> str:
 
 
 def _tries(run: RunMetrics, config: RunConfig, label: str) -> str:
-    tallies = [run.rollouts.get(f"{label}-{way}", Tally()) for way in ("sampled", "greedy")]
+    tallies = [run.rollouts.get(f"{label}-{mode}", Tally()) for mode in ("sampled", "greedy")]
     graded = " and ".join(
-        f"{tally.statuses[RolloutStatus.GRADED]} {way}"
-        for way, tally in zip(("sampled", "greedy"), tallies, strict=True)
+        f"{tally.statuses[RolloutStatus.GRADED]} {mode}"
+        for mode, tally in zip(("sampled", "greedy"), tallies, strict=True)
     )
     return f"{graded} tries graded, of {config.eval.tasks} each{_failed(*tallies)}"
 

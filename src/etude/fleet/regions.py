@@ -47,7 +47,7 @@ class RegionReport:
 
     version: int
     """The oldest weight version that a reachable engine serves; it samples with no older one."""
-    places: int
+    capacity: int
     """Its capacity in concurrent sessions."""
 
 
@@ -57,7 +57,7 @@ class RegionView:
 
     name: str
     version: int
-    places: int
+    capacity: int
     open: int
     """Number of open sessions."""
     given: int
@@ -70,7 +70,7 @@ class _RegionRecord:
     """The table's mutable record of one region."""
 
     name: str
-    report: RegionReport = RegionReport(version=-1, places=0)
+    report: RegionReport = RegionReport(version=-1, capacity=0)
     heard_s: float = -math.inf
     """Time of its last report."""
     late_since_s: float | None = None
@@ -83,12 +83,12 @@ class _RegionRecord:
     @property
     def has_place(self) -> bool:
         """True if it has capacity for another session."""
-        return self.open < self.report.places
+        return self.open < self.report.capacity
 
     @property
     def fill(self) -> float:
         """Open sessions as a share of its capacity, which must not be 0."""
-        return self.open / self.report.places
+        return self.open / self.report.capacity
 
 
 class Regions:
@@ -160,7 +160,7 @@ class Regions:
 
     def free_places(self, now: float) -> int:
         """Number of additional sessions that the reachable regions have capacity for."""
-        return sum(max(0, each.report.places - each.open) for each in self._present(now))
+        return sum(max(0, each.report.capacity - each.open) for each in self._present(now))
 
     def views(self, now: float) -> tuple[RegionView, ...]:
         """The state of each region, in the order of their names in the recipe."""
@@ -168,7 +168,7 @@ class Regions:
             RegionView(
                 name=each.name,
                 version=each.report.version,
-                places=each.report.places,
+                capacity=each.report.capacity,
                 open=each.open,
                 given=each.given,
                 is_away=self._is_away(each, now),
@@ -191,10 +191,10 @@ class Regions:
     def _served_by_quorum(self, now: float) -> int:
         """The newest version that a quorum of the reachable capacity serves (or a newer one); −1 if there is none."""
         newest_first = sorted(self._present(now), key=lambda each: -each.report.version)
-        needed, places = self._limits.quorum * sum(each.report.places for each in newest_first), 0
+        needed, capacity = self._limits.quorum * sum(each.report.capacity for each in newest_first), 0
         for region in newest_first:
-            places += region.report.places
-            if places and places >= needed:
+            capacity += region.report.capacity
+            if capacity and capacity >= needed:
                 return region.report.version
         return -1
 
@@ -202,4 +202,4 @@ class Regions:
 def _give(region: _RegionRecord) -> None:
     region.open += 1
     region.given += 1
-    region.account += 1 / max(1, region.report.places)
+    region.account += 1 / max(1, region.report.capacity)

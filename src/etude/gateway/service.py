@@ -584,7 +584,7 @@ class Recorder:
 
     def _stored(self, turn: Callable[[], Turn], session_id: str, stored: int) -> Turn:
         assert self._payloads is not None, "only a recorder with a folder requests them"
-        return self._payloads.stow(turn(), session_id, stored, sampled_only=self._sampled_only)
+        return self._payloads.store(turn(), session_id, stored, sampled_only=self._sampled_only)
 
     def _checked(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, kind: TurnKind) -> Turn:
         try:

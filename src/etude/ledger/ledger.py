@@ -194,13 +194,13 @@ class Ledger(LedgerConnection):
     ) -> int | None:
         """Record an ended rollout; return the attempt that its slot needs next, or ``None`` if it needs no more.
 
-        ``turns`` is the result of ``turns.stow``, which is otherwise called here, so that a row's object always exists.
+        ``turns`` is the result of ``turns.store``, otherwise called here, so that a row's object always exists.
         The last slot makes the group ready; a training group whose rewards are all alike is dropped instead, at most
         ``max_resamples`` groups between two batches. An infrastructure failure leaves the slot open. Recording the same
         rollout again changes nothing. Raises ``ValueError`` if the rollout does not fit: no such slot, a slot that is
         already graded or lost, an attempt that is not due, or a dropped rollout of a group that is not dropped.
         """
-        turns = turns or self.turns.stow(rollout)
+        turns = turns or self.turns.store(rollout)
         row = rows.RolloutRow(encode_rollout(rollout, with_turns=turns is None), turns)
         worker = self.leases.worker
         return self._db.write(lambda db: changes.record(db, rollout, purpose, row, worker, max_resamples))

@@ -29,7 +29,7 @@ class LiveGroups:
         observation = observed.observation
         task = live_task(observed.session_id, observation.template)
         group = changes.new_group(task, 1, version, ANY_WORKER)._replace(weight=observation.weight)
-        turns, encoded = self._turns.stow(rollout), encode_observed(observed)
+        turns, encoded = self._turns.store(rollout), encode_observed(observed)
         return self._db.write(lambda db: changes.admit_live(db, group, rollout, turns, encoded, kept_below))
 
     def observed(self, limit: int, *, before_step: int | None = None) -> list[ObservedSession]:

@@ -71,7 +71,7 @@ class Payloads:
         with ThreadPoolExecutor(_READERS) as pool:
             return list(pool.map(read, questions))
 
-    def stow(self, turn: Turn, session: str, stored: int = 0, *, sampled_only: bool = False) -> Turn:
+    def store(self, turn: Turn, session: str, stored: int = 0, *, sampled_only: bool = False) -> Turn:
         """Store a turn's routes and sampling mask; return the turn with a reference instead of them.
 
         The first ``stored`` rows of its routes are omitted, because an earlier turn, which this one continues, has
@@ -85,12 +85,12 @@ class Payloads:
         ref = self._put(save(arrays, metadata={"session": session}), _key)
         return replace(turn, routes=None, sampling_mask=None, payload=ref)
 
-    def stow_turns(self, turns: Sequence[Turn], rollout_id: str) -> PayloadRef:
+    def store_turns(self, turns: Sequence[Turn], rollout_id: str) -> PayloadRef:
         """Store the turns of a rollout. Raises ``ValueError`` for one whose routes or sampling masks are in memory."""
         return self._put(encode_turns(turns, rollout_id), _turns_key)
 
     def fetch_turns(self, ref: PayloadRef) -> tuple[Turn, ...]:
-        """The turns that :meth:`stow_turns` stored, with references to their routes and masks.
+        """The turns that :meth:`store_turns` stored, with references to their routes and masks.
 
         Raises :class:`~etude.errors.DamagedError` naming the object.
         """
@@ -100,7 +100,7 @@ class Payloads:
             raise DamagedError(f"{self._name(ref, _turns_key)} cannot be read: {error}; {_FIX}") from error
 
     def fetch(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
-        """The turns that :meth:`stow` stored, for all turns of a rollout in order; some may have no payload.
+        """The turns that :meth:`store` stored, for all turns of a rollout in order; some may have no payload.
 
         Routes that ``sampled_only`` omitted are ``NO_ROUTE``. Raises :class:`~etude.errors.DamagedError` naming the
         object.

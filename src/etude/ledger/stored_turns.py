@@ -27,15 +27,15 @@ class StoredTurns:
         self.payloads = payloads
         """The store of turns; ``None``: they are in the rows."""
 
-    def stow(self, rollout: Rollout) -> PayloadRef | None:
+    def store(self, rollout: Rollout) -> PayloadRef | None:
         """Store the turns of a rollout before it is recorded; ``None`` if they will be in the row.
 
         Only this method may be called from any thread: it does not use the database, and it may wait for a remote
-        storage. Raises like :meth:`~etude.ledger.payloads.Payloads.stow_turns`.
+        storage. Raises like :meth:`~etude.ledger.payloads.Payloads.store_turns`.
         """
         if self.payloads is None or not rollout.turns:
             return None
-        return self.payloads.stow_turns(rollout.turns, rollout.rollout_id)
+        return self.payloads.store_turns(rollout.turns, rollout.rollout_id)
 
     def named(self, digests: Sequence[str]) -> set[str]:
         """The digests of turns, among ``digests``, that a rollout refers to."""

@@ -152,7 +152,7 @@ class RolloutRunner:
                 start=start,
                 fork=self._fork_spec(slot, rollout_id),
             )
-            turns = await self._stow(rollout)
+            turns = await self._store_turns(rollout)
         except asyncio.CancelledError:
             if self._closing or slot in self._schedule:  # by this runner, at the end, or from outside
                 raise
@@ -165,11 +165,11 @@ class RolloutRunner:
         if slot in self._schedule:
             self._after_attempt(slot, rollout, due)
 
-    async def _stow(self, rollout: Rollout) -> PayloadRef | None:
+    async def _store_turns(self, rollout: Rollout) -> PayloadRef | None:
         """Store the turns of an ended rollout before a row refers to them, without blocking the event loop."""
         if not (self._ledger.turns.payloads and rollout.turns):
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._writers, self._ledger.turns.stow, rollout)
+        return await asyncio.get_running_loop().run_in_executor(self._writers, self._ledger.turns.store, rollout)
 
     def _fork_spec(self, slot: OpenSlot, rollout_id: str) -> ForkSpec | None:
         """The fork that a slot's rollout must make for waiting slots; ``None`` if none wait."""

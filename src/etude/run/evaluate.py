@@ -21,7 +21,7 @@ from pathlib import Path
 from etude.aio import background_task, gather_or_cancel
 from etude.config.recipe import RunConfig
 from etude.config.release import SuiteConfig
-from etude.dashboard.evaluation import Evaluation, Try, Way
+from etude.dashboard.evaluation import Evaluation, SamplingMode, Try
 from etude.errors import ConfigError, InfrastructureError, RunFolderError
 from etude.ledger.archive import Archive, RolloutOutcome, Search
 from etude.ledger.ledger import Ledger
@@ -80,7 +80,7 @@ class EvalRequest:
             if number is not None and number < 1:
                 raise ConfigError(f"{option} {number}: expected 1 or more")
 
-    def labels(self) -> dict[Way, list[str]]:
+    def labels(self) -> dict[SamplingMode, list[str]]:
         """Purposes of the passes by sampling mode."""
         sampled = [f"sampled-{number}" for number in range(self.passes)]
         return {"sampled": sampled, "greedy": ["greedy"]} if self.greedy else {"sampled": sampled}
@@ -97,7 +97,7 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
     copies.bring()
     config, ledger, number = _trial(folder, request, version, digest)
     bring_data(folder, "tasks")
-    labels = [label for way in request.labels().values() for label in way]
+    labels = [label for labels in request.labels().values() for label in labels]
     if not _is_done(ledger, labels, number):
         number = len(heldout_tasks(open_family(config), number))  # the family may have fewer
     if not _is_done(ledger, labels, number):
@@ -116,12 +116,14 @@ def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, diges
     parts, labels = config.reward.parts, request.labels()
     with Archive.open(ledger) as archive:
         facts = archive.fact(ENGINE_S)
-        number = min(number, max(archive.admitted(label) for way in labels.values() for label in way))
+        number = min(number, max(archive.admitted(label) for names in labels.values() for label in names))
         return Evaluation(
             run=str(folder.path),
             version=version,
             digest=digest,
-            tries={way: tuple(tuple(tries(archive, label, number)) for label in each) for way, each in labels.items()},
+            tries={
+                mode: tuple(tuple(tries(archive, label, number)) for label in names) for mode, names in labels.items()
+            },
             engine_s=float(facts or 0.0),
             parts=(GRADER, *(part.name for part in parts)) if parts else (),
         )
@@ -202,8 +204,8 @@ async def _measure(served: ServedRun, request: EvalRequest, tasks: int) -> None:
         attempt = partial(parts.dispatcher.evaluate, concurrency=request.concurrency)
         slots = asyncio.Semaphore(PASSES_AT_ONCE if request.concurrency is None else 1)
         passes: list[Coroutine[None, None, None]] = []
-        for way, labels in request.labels().items():
-            try_all = partial(attempt, temperature=TEMPERATURES[way])
+        for mode, labels in request.labels().items():
+            try_all = partial(attempt, temperature=TEMPERATURES[mode])
             passes += [_limited(slots, one_pass(parts.ledger, try_all, label, heldout)) for label in labels]
         try:
             await gather_or_cancel(passes)

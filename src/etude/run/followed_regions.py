@@ -112,9 +112,9 @@ class ServedRegions:
             if heard:
                 self._heard_s = time.monotonic()
                 # Gateways of a region share its engines: each represents an equal part of its capacity.
-                places = max(answer.places for answer in heard)
+                capacity = max(answer.capacity for answer in heard)
                 oldest = min(answer.version for answer in heard)
-                self._sessions.report(region.name, RegionReport(version=oldest, places=places))
+                self._sessions.report(region.name, RegionReport(version=oldest, capacity=capacity))
             elif urls:
                 self._sessions.lose(region.name)
             await asyncio.sleep(POLL_S)
@@ -125,8 +125,8 @@ class ServedRegions:
             async with self._http.get(f"{url}/healthz", timeout=HEALTH_TIMEOUT) as answer:
                 if answer.status == 200:
                     facts = await answer.json()
-                    places = self._max_running * int(facts["engines"].get("healthy", 0))
-                    return RegionReport(version=int(facts["engine"]["version"]), places=places)
+                    capacity = self._max_running * int(facts["engines"].get("healthy", 0))
+                    return RegionReport(version=int(facts["engine"]["version"]), capacity=capacity)
         return None
 
 

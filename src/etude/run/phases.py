@@ -74,12 +74,6 @@ BEGIN, NOTHING = b"begin", b"nothing"
 """Messages of rank 0 to the others: run the phase, or nothing to do."""
 
 
-def run_phases(folder: RunFolder) -> None:
-    """Run every missing phase of the recipe in this process, and publish version 0."""
-    for phase in phases_of(folder.config()):
-        run_phase(folder, phase)
-
-
 def run_phase(folder: RunFolder, phase: Phase) -> None:
     """Run one phase, or this rank's part of it, unless it is done; after the last one publish version 0.
 

@@ -32,18 +32,18 @@ class ModelledRegion:
     """Sessions and engines of one region; implements :class:`~etude.rollouts.worker.SessionOpener`."""
 
     def __init__(
-        self, name: str, rates: EngineRates, *, engines: int, rtt_s: float, places: int, processors: Processors
+        self, name: str, rates: EngineRates, *, engines: int, rtt_s: float, capacity: int, processors: Processors
     ) -> None:
-        """``places`` is the maximum number of concurrent sessions, ``rtt_s`` the round-trip time from the rollouts, and
+        """``capacity`` is the most concurrent sessions, ``rtt_s`` the round-trip time from the rollouts, and
         ``processors`` those of its engines.
         """
         self.name = name
         self.engines = [ModelledEngine(rates, processors) for _ in range(engines)]
-        self.is_cut = False
+        self.is_disconnected = False
         self.stored = 0
         """Newest version in its store, with which an engine starts."""
         self.rtt_s = rtt_s
-        self._places = places
+        self._capacity = capacity
         self.sessions = FakeSessions()
         self.min_versions: dict[str, int | None] = {}
         """Session → the oldest weight version that may sample in it."""
@@ -61,11 +61,11 @@ class ModelledRegion:
     @property
     def report(self) -> RegionReport:
         """The region's status report."""
-        return RegionReport(version=self.version, places=self._places)
+        return RegionReport(version=self.version, capacity=self._capacity)
 
     async def open(self, *, min_version: int | None = None) -> Session:
         """Start a session. Raises :class:`~etude.errors.EngineUnavailable` while the region is disconnected."""
-        if self.is_cut:
+        if self.is_disconnected:
             raise EngineUnavailable(f"no way to {self.name}")
         opened = await self.sessions.open()
         session = replace(opened, session_id=f"{self.name}/{opened.session_id}")
@@ -117,5 +117,5 @@ class ModelledRegion:
     async def _travel(self) -> None:
         """Wait half a round trip, and for the connection: while it is down, packets are retransmitted."""
         await asyncio.sleep(self.rtt_s / 2)
-        while self.is_cut:
+        while self.is_disconnected:
             await asyncio.sleep(RESEND_S)

@@ -159,7 +159,7 @@ class SimulatedRun:
                 calibration.engine,
                 engines=model.engines,
                 rtt_s=model.rtt_s,
-                places=-(-config.rollouts.concurrency * model.engines // engines),
+                capacity=-(-config.rollouts.concurrency * model.engines // engines),
                 processors=self.processors if model.shares_cores else Processors(calibration.cores),
             )
             for model in regions
@@ -287,7 +287,7 @@ class SimulatedRun:
     async def _report(self, sessions: RegionalSessions) -> None:
         while True:
             for name, region in self.regions.items():
-                if region.is_cut:
+                if region.is_disconnected:
                     sessions.lose(name)
                 else:
                     sessions.report(name, region.report)

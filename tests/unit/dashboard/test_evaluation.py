@@ -6,16 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from etude.dashboard.evaluation import (
-    Evaluation,
-    Measure,
-    TokenPrices,
-    Try,
-    comparison_table,
-    differences,
-    evaluation_table,
-    figures,
-)
+from etude.dashboard.evaluation import Evaluation, Measure, TokenPrices, Try, differences, figures
+from etude.dashboard.evaluation_text import comparison_table, evaluation_table
 from etude.dashboard.formatting import number_at
 from etude.errors import ConfigError
 
@@ -30,10 +22,10 @@ def make_evaluation(*passes: list[float | None], greedy: list[float] | None = No
     def tries(rewards: Any) -> tuple[Try | None, ...]:
         return tuple(None if reward is None else make_try(index, reward) for index, reward in enumerate(rewards))
 
-    ways: Any = {"sampled": tuple(map(tries, passes))}
+    modes: Any = {"sampled": tuple(map(tries, passes))}
     if greedy is not None:
-        ways["greedy"] = (tries(greedy),)
-    return Evaluation(run="runs/a", version=version, digest="d" * 32, tries=ways, engine_s=12.5)
+        modes["greedy"] = (tries(greedy),)
+    return Evaluation(run="runs/a", version=version, digest="d" * 32, tries=modes, engine_s=12.5)
 
 
 def test_pass_rates_are_means_over_tasks() -> None:

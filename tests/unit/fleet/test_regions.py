@@ -15,13 +15,13 @@ def table(**versions: int) -> Regions:
     """Regions with 8 places each that serve these versions at time 0."""
     regions = Regions(versions, LIMITS)
     for name, version in versions.items():
-        regions.report(name, RegionReport(version=version, places=8), 0.0)
+        regions.report(name, RegionReport(version=version, capacity=8), 0.0)
     return regions
 
 
 def report(regions: Regions, now: float, **versions: int) -> None:
     for name, version in versions.items():
-        regions.report(name, RegionReport(version=version, places=8), now)
+        regions.report(name, RegionReport(version=version, capacity=8), now)
 
 
 def give(regions: Regions, version: int, now: float, most: int = 1000) -> Counter[str]:
@@ -34,8 +34,8 @@ def give(regions: Regions, version: int, now: float, most: int = 1000) -> Counte
 
 def test_sessions_go_to_regions_by_their_capacity() -> None:
     regions = Regions(("big", "small"), LIMITS)
-    regions.report("big", RegionReport(version=3, places=30), 0.0)
-    regions.report("small", RegionReport(version=3, places=10), 0.0)
+    regions.report("big", RegionReport(version=3, capacity=30), 0.0)
+    regions.report("small", RegionReport(version=3, capacity=10), 0.0)
     assert give(regions, 3, 0.0, most=20) == {"big": 15, "small": 5}
     assert give(regions, 3, 0.0) == {"big": 15, "small": 5}, "until all places are taken"
     regions.ended("small")
@@ -53,13 +53,13 @@ def test_what_enough_capacity_serves_is_heard_and_never_taken_back() -> None:
     regions = Regions("abc", RegionLimits(quorum=0.6))
     assert regions.admitted_version == -1
     for name in "abc":
-        regions.report(name, RegionReport(version=1, places=10), 0.0)
-    regions.report("a", RegionReport(version=2, places=10), 0.1)
+        regions.report(name, RegionReport(version=1, capacity=10), 0.0)
+    regions.report("a", RegionReport(version=2, capacity=10), 0.1)
     assert regions.admitted_version == 1, "a third of the capacity is not enough"
-    regions.report("b", RegionReport(version=2, places=10), 0.2)
+    regions.report("b", RegionReport(version=2, capacity=10), 0.2)
     assert regions.admitted_version == 2, "and nobody waits for the last"
     for name in "abc":
-        regions.report(name, RegionReport(version=1, places=10), 0.3)
+        regions.report(name, RegionReport(version=1, capacity=10), 0.3)
     assert regions.admitted_version == 2
 
 
@@ -127,7 +127,7 @@ def test_whatever_happens_a_session_is_where_it_may_be(places: list[int], moves:
         if what == 0:
             serving[name] += 1
         if what <= 1:
-            regions.report(name, RegionReport(version=serving[name], places=places[which % len(names)]), now)
+            regions.report(name, RegionReport(version=serving[name], capacity=places[which % len(names)]), now)
         elif what == 2:
             regions.lose(name)
         elif what == 3 and open_in[name]:

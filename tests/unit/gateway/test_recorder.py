@@ -1,4 +1,4 @@
-"""An engine's record of a turn is checked and stowed, or refused by name."""
+"""An engine's record of a turn is checked and stored, or refused by name."""
 
 import asyncio
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_routes_are_asked_for_where_they_are_wanted(tmp_path: Path) -> None:
     assert Recorder(Payloads(ObjectStore(str(tmp_path)))).params(params) == params
 
 
-def test_routes_are_stowed(tmp_path: Path) -> None:
+def test_routes_are_stored(tmp_path: Path) -> None:
     turn = record(completion_of(GOOD), tmp_path, space=SPACE)
     assert turn.payload is not None
     assert turn.routes is None
@@ -102,7 +102,7 @@ def test_routes_need_a_folder() -> None:
         Recorder(None, SPACE)
 
 
-def test_kept_sets_are_stowed_whether_or_not_routes_are_wanted(tmp_path: Path) -> None:
+def test_kept_sets_are_stored_whether_or_not_routes_are_wanted(tmp_path: Path) -> None:
     turn = record(completion_of(sampling_mask=MASK), tmp_path, params=SamplingParams(max_tokens=3, top_p=0.9))
     back = Payloads(ObjectStore(str(tmp_path))).fetch([turn])[0].sampling_mask
     assert back is not None

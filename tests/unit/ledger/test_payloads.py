@@ -63,10 +63,10 @@ def test_a_turn_comes_back_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, seed: int, routes: bool, masked: bool
 ) -> None:
     payloads, turn = in_folder(tmp_path_factory.mktemp("payloads")), make_turn(seed, routes=routes, masked=masked)
-    stowed = payloads.stow(turn, "s")
-    assert (stowed.routes, stowed.sampling_mask) == (None, None)
-    assert (stowed.payload is None) == (not routes and not masked)
-    (back,) = payloads.fetch([stowed])
+    stored = payloads.store(turn, "s")
+    assert (stored.routes, stored.sampling_mask) == (None, None)
+    assert (stored.payload is None) == (not routes and not masked)
+    (back,) = payloads.fetch([stored])
     assert (back.routes is None, back.sampling_mask is None, back.payload) == (not routes, not masked, None)
     if turn.routes is not None and back.routes is not None:
         assert back.routes.dtype == np.uint16
@@ -77,14 +77,14 @@ def test_a_turn_comes_back_bit_for_bit(
 
 
 def test_a_file_is_named_by_its_digest_and_nothing_else_is_left(tmp_path: Path) -> None:
-    ref = ref_of(in_folder(tmp_path).stow(make_turn(), "s"))
+    ref = ref_of(in_folder(tmp_path).store(make_turn(), "s"))
     assert files(tmp_path) == [tmp_path / ref.digest[:2] / f"{ref.digest}.safetensors"]
     assert files(tmp_path)[0].stat().st_size == ref.size_bytes
 
 
 def test_a_sweep_takes_what_is_old_and_not_in_use(tmp_path: Path) -> None:
     payloads = in_folder(tmp_path)
-    old, needed, new = (payloads.stow(make_turn(seed), "s") for seed in range(3))
+    old, needed, new = (payloads.store(make_turn(seed), "s") for seed in range(3))
     assert payloads.sweep(nothing_to_ask, list, older_than_s=60) == 0
     for turn in (old, needed):
         digest = ref_of(turn).digest
@@ -95,7 +95,7 @@ def test_a_sweep_takes_what_is_old_and_not_in_use(tmp_path: Path) -> None:
 
 def test_equal_turns_of_a_session_share_a_file_and_those_of_two_sessions_do_not(tmp_path: Path) -> None:
     payloads = in_folder(tmp_path)
-    first, again, other = (payloads.stow(make_turn(), session) for session in ("a", "a", "b"))
+    first, again, other = (payloads.store(make_turn(), session) for session in ("a", "a", "b"))
     assert first.payload == again.payload != other.payload
     payloads.drop([ref_of(first), ref_of(first)])
     assert len(files(tmp_path)) == 1
@@ -105,15 +105,15 @@ def test_equal_turns_of_a_session_share_a_file_and_those_of_two_sessions_do_not(
 @pytest.mark.parametrize("damage", ["missing", "flipped", "cut"])
 def test_a_missing_or_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     payloads = in_folder(tmp_path)
-    stowed = payloads.stow(make_turn(), "s")
+    stored = payloads.store(make_turn(), "s")
     (file,) = files(tmp_path)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.unlink()
     if damage != "missing":
         file.write_bytes(data if damage == "flipped" else data[:40])
-    with pytest.raises(DamagedError, match=ref_of(stowed).digest):
-        payloads.fetch([stowed])
+    with pytest.raises(DamagedError, match=ref_of(stored).digest):
+        payloads.fetch([stored])
 
 
 def continuing(ids: list[int], completion: list[int]) -> Turn:
@@ -140,13 +140,13 @@ def test_what_turns_go_on_from_is_written_once_and_comes_back(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[int, bool, bool, list[int], list[int]]]
 ) -> None:
     """Turns that continue an earlier one or start anew, with or without the known part."""
-    payloads, sent, stowed = in_folder(tmp_path_factory.mktemp("payloads")), list[Turn](), list[Turn]()
+    payloads, sent, stored = in_folder(tmp_path_factory.mktemp("payloads")), list[Turn](), list[Turn]()
     for pick, goes_on, leaves_out, fresh, completion in moves:
         earlier = sent[pick % len(sent)] if sent and goes_on else None
         begun = [] if earlier is None else [*earlier.prompt_ids.tolist(), *earlier.completion_ids.tolist()]
         sent.append(continuing([*begun, *fresh], completion))
-        stowed.append(payloads.stow(sent[-1], "s", stored=max(len(begun) - 1, 0) if leaves_out else 0))
-    for before, after in zip(sent, payloads.fetch(stowed), strict=True):
+        stored.append(payloads.store(sent[-1], "s", stored=max(len(begun) - 1, 0) if leaves_out else 0))
+    for before, after in zip(sent, payloads.fetch(stored), strict=True):
         assert before.routes is not None and after.routes is not None
         assert after.routes.dtype == np.uint16
         assert after.routes.tolist() == before.routes.tolist()
@@ -157,13 +157,13 @@ def test_what_turns_go_on_from_is_written_once_and_comes_back(
 def test_routes_of_sampled_tokens_come_back_where_no_others_are_kept(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[int, bool, list[int], list[int]]]
 ) -> None:
-    payloads, sent, stowed = in_folder(tmp_path_factory.mktemp("payloads")), list[Turn](), list[Turn]()
+    payloads, sent, stored = in_folder(tmp_path_factory.mktemp("payloads")), list[Turn](), list[Turn]()
     for pick, goes_on, fresh, completion in moves:
         earlier = sent[pick % len(sent)] if sent and goes_on else None
         begun = [] if earlier is None else [*earlier.prompt_ids.tolist(), *earlier.completion_ids.tolist()]
         sent.append(continuing([*begun, *fresh], completion))
-        stowed.append(payloads.stow(sent[-1], "s", sampled_only=True))
-    for before, after in zip(sent, payloads.fetch(stowed), strict=True):
+        stored.append(payloads.store(sent[-1], "s", sampled_only=True))
+    for before, after in zip(sent, payloads.fetch(stored), strict=True):
         assert before.routes is not None and after.routes is not None
         recorded = (after.routes != NO_ROUTE).all((1, 2))
         assert recorded[len(before.prompt_ids) - 1 :].all(), "the rows that produced its sampled tokens"
@@ -172,7 +172,7 @@ def test_routes_of_sampled_tokens_come_back_where_no_others_are_kept(
 
 def test_routes_of_long_prompts_are_not_written_where_they_are_not_replayed(tmp_path: Path) -> None:
     payloads, turn = in_folder(tmp_path), continuing([*range(100)] * 5, [1, 2])
-    (whole, short) = (payloads.stow(turn, "s", sampled_only=only).payload for only in (False, True))
+    (whole, short) = (payloads.store(turn, "s", sampled_only=only).payload for only in (False, True))
     assert whole is not None and short is not None
     assert short.size_bytes < whole.size_bytes / 3
 
@@ -180,25 +180,25 @@ def test_routes_of_long_prompts_are_not_written_where_they_are_not_replayed(tmp_
 def test_routes_are_compressed_and_read_as_they_are_where_they_are_not(tmp_path: Path) -> None:
     payloads, turn = in_folder(tmp_path), make_turn(masked=False)
     turn = replace(turn, routes=np.random.default_rng(0).integers(0, 128, (turn.length - 1, 60, 8), np.uint16))
-    stowed = payloads.stow(turn, "s")
-    assert stowed.payload is not None and turn.routes is not None
-    assert stowed.payload.size_bytes < 0.6 * turn.routes.nbytes
+    stored = payloads.store(turn, "s")
+    assert stored.payload is not None and turn.routes is not None
+    assert stored.payload.size_bytes < 0.6 * turn.routes.nbytes
     (file,) = files(tmp_path)
     plain = zstandard.decompress(file.read_bytes())
     ref = PayloadRef(digest=hashlib.sha256(plain).hexdigest(), size_bytes=len(plain))
     (tmp_path / ref.digest[:2]).mkdir(exist_ok=True)
     (tmp_path / ref.digest[:2] / f"{ref.digest}.safetensors").write_bytes(plain)
-    for after in payloads.fetch([stowed, replace(stowed, payload=ref)]):
+    for after in payloads.fetch([stored, replace(stored, payload=ref)]):
         assert after.routes is not None and np.array_equal(after.routes, turn.routes)
 
 
 def test_routes_of_a_branch_take_files_and_memory_once(tmp_path: Path) -> None:
-    payloads, ids, stowed = in_folder(tmp_path), [1], list[Turn]()
+    payloads, ids, stored = in_folder(tmp_path), [1], list[Turn]()
     for number in range(60):
         turn = continuing(ids, [number])
-        stowed.append(payloads.stow(turn, "s", stored=max(len(ids) - 31, 0)))
+        stored.append(payloads.store(turn, "s", stored=max(len(ids) - 31, 0)))
         ids = [*ids, number, *range(30)]
-    turns = payloads.fetch(stowed)
+    turns = payloads.fetch(stored)
     assert len({turn.routes.ctypes.data for turn in turns if turn.routes is not None}) == 1
     rows = sum((file.stat().st_size - 200) // 2 for file in files(tmp_path))
     assert rows < 2 * len(ids)
@@ -206,14 +206,14 @@ def test_routes_of_a_branch_take_files_and_memory_once(tmp_path: Path) -> None:
 
 def test_routes_that_no_earlier_turn_has_are_missed_by_name(tmp_path: Path) -> None:
     payloads, first = in_folder(tmp_path), continuing([1, 2], [3])
-    second = payloads.stow(continuing([1, 2, 3, 4], [5]), "s", stored=2)
-    (_, back) = payloads.fetch([payloads.stow(first, "s"), second])
+    second = payloads.store(continuing([1, 2, 3, 4], [5]), "s", stored=2)
+    (_, back) = payloads.fetch([payloads.store(first, "s"), second])
     assert back.routes is not None
-    other = payloads.stow(continuing([1, 1], [3]), "s")
+    other = payloads.store(continuing([1, 1], [3]), "s")
     for turns in (
         [second],
         [other, second],
-        [second, payloads.stow(first, "s")],
+        [second, payloads.store(first, "s")],
         [replace(first, routes=None), second],
     ):
         with pytest.raises(DamagedError, match=f"{ref_of(second).digest}.* is of another turn"):
@@ -226,14 +226,14 @@ def test_payloads_in_a_bucket_are_as_those_in_a_folder(endpoint: str) -> None:
     )
     store = ObjectStore("s3://bucket/runs/one/payloads", options)
     payloads, turns = Payloads(store), [make_turn(seed) for seed in range(6)]
-    stowed = [payloads.stow(turn, "s") for turn in turns]
-    for turn, back in zip(turns, payloads.fetch(stowed), strict=True):
+    stored = [payloads.store(turn, "s") for turn in turns]
+    for turn, back in zip(turns, payloads.fetch(stored), strict=True):
         assert turn.routes is not None and back.routes is not None
         assert np.array_equal(back.routes, turn.routes)
-    payloads.drop([ref_of(stowed[0])])
-    damaged = ref_of(stowed[1])
+    payloads.drop([ref_of(stored[0])])
+    damaged = ref_of(stored[1])
     store.renew(f"{damaged.digest[:2]}/{damaged.digest}.safetensors", b"rot")
-    for turn, words in ((stowed[0], "is missing"), (stowed[1], "does not match")):
+    for turn, words in ((stored[0], "is missing"), (stored[1], "does not match")):
         with pytest.raises(DamagedError, match=f"payload s3://bucket/runs/one/payloads/.*{words}"):
             payloads.fetch([turn])
     assert payloads.sweep(nothing_to_ask, list, older_than_s=60) == 0
@@ -242,9 +242,9 @@ def test_payloads_in_a_bucket_are_as_those_in_a_folder(endpoint: str) -> None:
 def test_ages_are_told_by_the_storage_alone() -> None:
     store = FakeClockStore(now_s=5e9)
     payloads = Payloads(store)
-    old = payloads.stow(make_turn(1), "s")
+    old = payloads.store(make_turn(1), "s")
     store.now_s += 120
-    new = payloads.stow(make_turn(2), "s")
+    new = payloads.store(make_turn(2), "s")
     assert payloads.sweep(list, list, older_than_s=60) == 1
     with pytest.raises(DamagedError, match=ref_of(old).digest):
         payloads.fetch([old])

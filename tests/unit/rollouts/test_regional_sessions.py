@@ -76,7 +76,7 @@ def over_two_regions(folder: Path, use: Use) -> list[RegionServed]:
         with EventLog(folder / "events", "rollouts") as events:
             sessions = RegionalSessions(Regions(gateways), gateways, LoopClock(), events)
             for name in gateways:
-                sessions.report(name, RegionReport(version=1, places=4))
+                sessions.report(name, RegionReport(version=1, capacity=4))
             await use(sessions, gateways)
             sessions.write_events()
 
@@ -110,7 +110,7 @@ def test_a_region_that_cannot_be_reached_is_left_out_until_it_reports(tmp_path: 
         for _ in range(4):
             assert (await sessions.open(min_version=1)).session_id.startswith("home/")
         gateways["eu"].is_away = False
-        sessions.report("eu", RegionReport(version=1, places=4))
+        sessions.report("eu", RegionReport(version=1, capacity=4))
         assert (await sessions.open(min_version=1)).session_id.startswith("eu/")
 
     events = over_two_regions(tmp_path, use)
@@ -138,7 +138,7 @@ def test_a_session_waits_for_a_region_that_serves_its_version(tmp_path: Path) ->
             async with timeout(1.0):
                 await sessions.open(min_version=2)
         assert sessions.admitted_version == 1
-        sessions.report("eu", RegionReport(version=2, places=4))
+        sessions.report("eu", RegionReport(version=2, capacity=4))
         assert sessions.admitted_version == 2
         assert (await sessions.open(min_version=2)).session_id.startswith("eu/")
 
@@ -151,12 +151,12 @@ def test_sessions_begin_again_where_places_are_free_and_no_more_of_them(tmp_path
         there = [session for session in opened if session.startswith("eu/")]
         assert len(there) == 3, "one place is left elsewhere"
         await asyncio.sleep(100)
-        sessions.report("home", RegionReport(version=1, places=4))
+        sessions.report("home", RegionReport(version=1, capacity=4))
         sessions.lose("eu")
         waiting = [asyncio.ensure_future(sessions.lost(session)) for session in there]
         for _ in range(5):
             await asyncio.sleep(2)
-            sessions.report("home", RegionReport(version=1, places=4))
+            sessions.report("home", RegionReport(version=1, capacity=4))
         assert [waits.done() for waits in waiting].count(True) == 1
         assert (await sessions.open(min_version=1)).session_id.startswith("home/")
         await asyncio.sleep(2)
@@ -176,20 +176,20 @@ def test_where_none_is_free_a_session_is_waited_for_as_long_as_it_had_been_open(
         region = old.session_id.partition("/")[0]
         await asyncio.sleep(20)
         for name in gateways:
-            sessions.report(name, RegionReport(version=1, places=4))
+            sessions.report(name, RegionReport(version=1, capacity=4))
         while not (young := await sessions.open(min_version=1)).session_id.startswith(region):
             pass
         sessions.lose(region)
         for name in gateways:
             if name != region:
-                sessions.report(name, RegionReport(version=1, places=0))
+                sessions.report(name, RegionReport(version=1, capacity=0))
         began_s, ends = LoopClock().now(), {}
         for name, session in (("young", young), ("old", old)):
             with pytest.raises(SessionLost, match=f"region {region} has been unreachable"):
                 await sessions.lost(session.session_id)
             ends[name] = LoopClock().now() - began_s
         assert 3 < ends["young"] < 4 and 20 < ends["old"] < 21
-        sessions.report(region, RegionReport(version=1, places=4))
+        sessions.report(region, RegionReport(version=1, capacity=4))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(60):
                 await sessions.lost(old.session_id)
@@ -205,7 +205,7 @@ def test_an_outage_that_ends_costs_no_session(tmp_path: Path) -> None:
         for _ in range(5):
             sessions.lose(region)
             await asyncio.sleep(2)
-            sessions.report(region, RegionReport(version=1, places=4))
+            sessions.report(region, RegionReport(version=1, capacity=4))
             await asyncio.sleep(2)
         assert not losing.done()
         losing.cancel()

@@ -105,7 +105,7 @@ class Region:
     engines: list[Engine] = field(default_factory=lambda: [Engine() for _ in range(ENGINES)])
     sessions: FakeSessions = field(default_factory=FakeSessions)
     versions: dict[str, int | None] = field(default_factory=dict)
-    is_cut: bool = False
+    is_disconnected: bool = False
 
     def __post_init__(self) -> None:
         by_url = {f"http://{self.name}-{index}": engine for index, engine in enumerate(self.engines)}
@@ -114,7 +114,7 @@ class Region:
             self.pool.add(EngineEntry(name=url, url=url, region=self.name))
 
     async def open(self, *, min_version: int | None = None) -> Session:
-        if self.is_cut:
+        if self.is_disconnected:
             raise EngineUnavailable("no way there")
         opened = await self.sessions.open()
         session = replace(opened, session_id=f"{self.name}/{opened.session_id}")
@@ -154,7 +154,7 @@ class Region:
     async def _way(self) -> None:
         """Wait for half a round trip, and while the link is cut, until it is back."""
         await self.clock.sleep(DISTANCES[self.name] / 2)
-        while self.is_cut:
+        while self.is_disconnected:
             await self.clock.sleep(REPORT_S)
 
     @property
@@ -163,7 +163,7 @@ class Region:
 
     @property
     def report(self) -> RegionReport:
-        return RegionReport(version=min(engine.version for engine in self.engines), places=PLACES)
+        return RegionReport(version=min(engine.version for engine in self.engines), capacity=PLACES)
 
 
 class Agents:
@@ -296,8 +296,8 @@ class Fleet:
 
     async def _cut(self, table: Regions) -> None:
         """Cut a region's link for a while; calls take longer by that time."""
-        for is_cut, pause_s in ((False, CUT_AT_S), (True, NOTICED_S), (True, CUT_S), (False, BACK_S)):
-            self.regions[CUT].is_cut = is_cut
+        for is_disconnected, pause_s in ((False, CUT_AT_S), (True, NOTICED_S), (True, CUT_S), (False, BACK_S)):
+            self.regions[CUT].is_disconnected = is_disconnected
             await asyncio.sleep(pause_s)
             (view,) = [view for view in table.views(self.clock.now()) if view.name == CUT]
             self._given.append(view.given)
@@ -308,7 +308,7 @@ class Fleet:
     async def _report(self, sessions: RegionalSessions) -> None:
         while True:
             for name, region in self.regions.items():
-                if region.is_cut:
+                if region.is_disconnected:
                     sessions.lose(name)
                 else:
                     sessions.report(name, region.report)

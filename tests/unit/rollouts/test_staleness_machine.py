@@ -87,7 +87,7 @@ class Region:
     engines: list[int] = field(default_factory=lambda: [0, 0])
     missing: int | None = None
     """The engine that is out of reach: it is not counted and does not pull, and is back before anybody knows."""
-    is_cut: bool = False
+    is_disconnected: bool = False
     """Nothing gets there or back: it does not pull and says nothing."""
 
     def counted(self) -> int:
@@ -113,7 +113,7 @@ class Trainer:
             (region, engine)
             for region in self.regions.values()
             for engine, version in enumerate(region.engines)
-            if version < self.published and engine != region.missing and not region.is_cut
+            if version < self.published and engine != region.missing and not region.is_disconnected
         ]
         return [
             *[self.claim] * (4 * self.may_claim()),
@@ -124,7 +124,7 @@ class Trainer:
 
     def lose_sight(self, region: Region, engine: int | None) -> None:
         """Make an engine of the region unreachable; with ``None`` it is reachable again, and pulls."""
-        if region.missing is not None and not region.is_cut:
+        if region.missing is not None and not region.is_disconnected:
             self.pull(region, region.missing)
         region.missing = engine
 
@@ -172,7 +172,7 @@ class Factory:
         """A table with a report of version 0 from every region. No time passes: absence is set explicitly."""
         table = Regions(self.trainer.regions, RegionLimits(lead=1.0))
         for name in self.trainer.regions:
-            table.report(name, RegionReport(version=0, places=PLACES), 0.0)
+            table.report(name, RegionReport(version=0, capacity=PLACES), 0.0)
         return table
 
     @property
@@ -188,8 +188,8 @@ class Factory:
             can_lose = may_lose and region.missing is None
             moves += [partial(self.lose_sight, region, engine) for engine in (0, 1)] * can_lose
             moves += [partial(self.trainer.lose_sight, region, None)] * (region.missing is not None)
-            moves += [partial(self.cut, region)] * (may_cut and not region.is_cut)
-            moves += [partial(self.heal, region)] * region.is_cut
+            moves += [partial(self.cut, region)] * (may_cut and not region.is_disconnected)
+            moves += [partial(self.heal, region)] * region.is_disconnected
         for one in self.dispatchers:
             moves += [partial(self.hear, one, name) for name in self.trainer.regions if self.has_news(one, name)]
             moves += [partial(self.count, one)] * (not one.may_admit)
@@ -216,15 +216,19 @@ class Factory:
         region = self.trainer.regions[name]
         (view,) = [view for view in one.table.views(0.0) if view.name == name]
         unheard = self.rules.hears_published and one.heard < self.trainer.published
-        return unheard or view.is_away != region.is_cut or (not region.is_cut and view.version != region.counted())
+        return (
+            unheard
+            or view.is_away != region.is_disconnected
+            or (not region.is_disconnected and view.version != region.counted())
+        )
 
     def hear(self, one: Dispatcher, name: str) -> None:
         """A region answers, or does not."""
         region = self.trainer.regions[name]
-        if region.is_cut:
+        if region.is_disconnected:
             one.table.lose(name)
         else:
-            one.table.report(name, RegionReport(version=region.counted(), places=PLACES), 0.0)
+            one.table.report(name, RegionReport(version=region.counted(), capacity=PLACES), 0.0)
         one.heard = self.trainer.published if self.rules.hears_published else one.table.admitted_version
 
     def lose_sight(self, region: Region, engine: int) -> None:
@@ -233,11 +237,11 @@ class Factory:
 
     def cut(self, region: Region) -> None:
         self.cuts += 1
-        region.is_cut = True
+        region.is_disconnected = True
 
     def heal(self, region: Region) -> None:
         """Reconnect a region, with the weights that it had."""
-        region.is_cut = False
+        region.is_disconnected = False
 
     def count(self, one: Dispatcher) -> None:
         admitted = self.ledger.progress().usable - self.rules.extra
@@ -271,7 +275,7 @@ class Factory:
         A gateway assumes that an engine which comes back has the version that it had last.
         """
         region = self.trainer.regions[one.regions[place_of(slot)]]
-        if not region.is_cut and not (self.rules.asks_version and region.counted() < slot.admitted_version):
+        if not region.is_disconnected and not (self.rules.asks_version and region.counted() < slot.admitted_version):
             one.tokens[place_of(slot)] += region.engines
 
     def let_go(self, one: Dispatcher, place: Place) -> None:

@@ -32,10 +32,10 @@ from etude.run.parity import (
     show_parity,
     verdict,
 )
-from etude.run.phases import run_phases
 from etude.run.weight_log import open_log
 from etude.trainer.mismatch import Mismatch, MismatchLevel
 from etude.types import Json
+from phases import run_phases
 from waiting import wait_until
 
 torch.set_num_threads(1)

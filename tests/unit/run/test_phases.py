@@ -17,7 +17,7 @@ from etude.run.data_copies import bring_data
 from etude.run.folder import LEDGER_URL, RunFolder
 from etude.run.phase_data import cursor_tensors, read_cursors
 from etude.run.phase_folders import Phase, PhaseFolders
-from etude.run.phases import run_phase, run_phases
+from etude.run.phases import run_phase
 from etude.run.processes import DATA_OF
 from etude.run.weight_log import open_log
 from etude.run.working_folder import RECIPE_FILES, WORK_VARIABLE, create_run, keep, open_run_folder
@@ -29,6 +29,7 @@ from etude.tokens.chat import ChatTemplate
 from etude.trainer.checkpoint import Checkpoints
 from etude.types import Json
 from etude.weights.pull import pull
+from phases import run_phases
 
 SHAPE: dict[str, Json] = {"vocab_size": 400, "hidden_size": 32, "layers": 1, "experts": 2, "expert_size": 16}
 STEPS = 8

@@ -87,7 +87,7 @@ def make_turn(routes: Routes | None) -> Turn:
 
 def test_payloads_come_back_into_memory_and_can_be_dropped(tmp_path: Path) -> None:
     payloads = Payloads(ObjectStore(str(tmp_path)))
-    group = make_group(payloads.stow(make_turn(GOOD), "s"), make_turn(None))
+    group = make_group(payloads.store(make_turn(GOOD), "s"), make_turn(None))
     refs = payload_refs([group])
     assert len(refs) == 1
     (fetched,) = fetch_payloads([group], payloads, None)
@@ -102,9 +102,9 @@ def test_payloads_come_back_into_memory_and_can_be_dropped(tmp_path: Path) -> No
 
 def test_routes_that_do_not_fit_the_model_are_refused_once_more(tmp_path: Path) -> None:
     payloads = Payloads(ObjectStore(str(tmp_path)))
-    fine = payloads.stow(make_turn(GOOD), "s")
+    fine = payloads.store(make_turn(GOOD), "s")
     fetch_payloads([make_group(fine)], payloads, SPACE)
-    wrong = payloads.stow(make_turn(GOOD + np.uint16(1)), "s")
+    wrong = payloads.store(make_turn(GOOD + np.uint16(1)), "s")
     with pytest.raises(DamagedError, match=r"rollout r7, turn 2 cannot be replayed: .* beyond the 4 there are"):
         fetch_payloads([make_group(fine, wrong)], payloads, SPACE)
     with pytest.raises(DamagedError, match="rollout r7, turn 1 has no routes to replay"):
@@ -225,7 +225,7 @@ def test_a_trainer_that_cannot_read_recent_versions_measures_less_and_goes_on(
 
 def test_payloads_that_nothing_will_be_learnt_from_go_when_they_are_old(run: RunFolder) -> None:
     payloads = Payloads(ObjectStore(run.payloads))
-    of_no_one, of_a_group = (payloads.stow(make_turn(GOOD), name) for name in ("evaluation", "rollout"))
+    of_no_one, of_a_group = (payloads.store(make_turn(GOOD), name) for name in ("evaluation", "rollout"))
     for number in range(6):
         admit(run, number)
     with Ledger.open(run.ledger) as ledger:
@@ -243,7 +243,7 @@ def test_payloads_of_live_sessions_that_are_not_taken_yet_stay(run: RunFolder) -
     lines = run.config_file.read_text(encoding="utf-8")
     run.config_file.write_text(lines.replace("window_s = 0.0", "window_s = 60.0"), encoding="utf-8")
     payloads, session = Payloads(ObjectStore(run.payloads)), live_session("s")
-    turn = payloads.stow(make_turn(GOOD), "live")
+    turn = payloads.store(make_turn(GOOD), "live")
     with open_feedback(run) as feedback:
         feedback.keep(replace(answer(session), turns=(turn,)), "gateway", 1.0)
     for file in Path(run.payloads).glob("*/*"):
@@ -387,7 +387,7 @@ def test_payloads_stay_until_their_step_need_not_be_done_again(run: RunFolder, t
     with Ledger.open(folder.ledger) as ledger:
         assert ledger.admit_group(replace(TASK, task_id="routed"), TRAIN, 2, 0) == 6
         for slot in range(2):
-            turn = payloads.stow(make_turn(GOOD), f"routed.{slot}")
+            turn = payloads.store(make_turn(GOOD), f"routed.{slot}")
             ledger.record(make_rollout(f"routed.{slot}", turn, group=6, slot=slot, reward=float(slot)), TRAIN)
         for step in range(1, 8):
             assert ledger.claim_batch(step, 1)

@@ -23,15 +23,8 @@ from rich.progress import Progress as Bars
 
 from etude.cli.commands.show import console
 from etude.cli.options import Json, RunPath, group
-from etude.dashboard.evaluation import (
-    Evaluation,
-    Measure,
-    TokenPrices,
-    comparison_table,
-    differences,
-    evaluation_table,
-    figures,
-)
+from etude.dashboard.evaluation import Evaluation, Measure, TokenPrices, differences, figures
+from etude.dashboard.evaluation_text import comparison_table, evaluation_table
 from etude.errors import ConfigError
 from etude.run.evaluate import EvalRequest, Progress, evaluate
 from etude.run.folder import RunFolder

@@ -120,17 +120,13 @@ def show(
         raise ConfigError(f"--limit {limit}: expected 1 or more")
     folder = open_run_folder(run, writes=False)
     with open_archive(folder) as archive:
-        if rollout is not None:
-            read = _reader(folder, archive, tokens=tokens or export is not None, mismatches=tokens).rollout(rollout)
-            if export is None:
-                _show_read([read], with_table=False, as_json=as_json)
-            else:
-                print(exported(read, export, folder.config()))
+        if rollout is not None and export is not None:
+            _print_export(folder, archive, rollout, export, mismatches=tokens)
+        elif rollout is not None:
+            _show_rollout(_reader(folder, archive, tokens=tokens, mismatches=tokens), rollout, as_json)
         elif group_index is not None:
-            several = _reader(folder, archive, tokens=tokens, mismatches=tokens).group(
-                purpose or TRAIN, group_index, slot
-            )
-            _show_read(list(several), with_table=slot is None, as_json=as_json)
+            reader = _reader(folder, archive, tokens=tokens, mismatches=tokens)
+            _show_group(reader, purpose or TRAIN, group_index, slot, as_json)
         elif given or purpose is not None:
             search = Search(
                 purpose=purpose or TRAIN,
@@ -160,6 +156,21 @@ def console() -> Console:
     """Colours and its width on a terminal; plain text and whole lines in a pipe."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
     return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def _print_export(
+    folder: RunFolder, archive: Archive, rollout_id: str, form: Literal["harbor", "html"], *, mismatches: bool
+) -> None:
+    read = _reader(folder, archive, tokens=True, mismatches=mismatches).rollout(rollout_id)
+    print(exported(read, form, folder.config()))
+
+
+def _show_rollout(reader: "RolloutReader", rollout_id: str, as_json: bool) -> None:
+    _show_read([reader.rollout(rollout_id)], with_table=False, as_json=as_json)
+
+
+def _show_group(reader: "RolloutReader", purpose: str, index: int, slot: int | None, as_json: bool) -> None:
+    _show_read(list(reader.group(purpose, index, slot)), with_table=slot is None, as_json=as_json)
 
 
 def _show_read(read: Sequence[ReadRollout], *, with_table: bool, as_json: bool) -> None:

@@ -33,7 +33,8 @@ from etude.cli.commands.show import console
 from etude.cli.options import Json, Overrides, group, key_in
 from etude.config.loading import is_recipe, read_tree
 from etude.config.tasks import MachineKind
-from etude.dashboard.evaluation import TokenPrices, comparison_table, differences, evaluation_table, figures
+from etude.dashboard.evaluation import TokenPrices, differences, figures
+from etude.dashboard.evaluation_text import comparison_table, evaluation_table
 from etude.dashboard.formatting import visible
 from etude.dashboard.suite_report import report_page, report_rows, report_table
 from etude.dashboard.suite_results import RESULTS_FILE, SuiteResults, common_tasks, read_results

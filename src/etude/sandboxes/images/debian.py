@@ -27,8 +27,9 @@ from pathlib import Path
 import orjson
 
 from etude.errors import ConfigError, SandboxError
+from etude.sandboxes.images.disks import pack
 from etude.sandboxes.images.layers import AGENT, remove_tree
-from etude.sandboxes.images.store import NAME, ImageStore, pack, settle
+from etude.sandboxes.images.store import NAME, ImageStore, settle
 from etude.sandboxes.qemu.initramfs import write_initramfs
 
 SUITE = "bookworm"

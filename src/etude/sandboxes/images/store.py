@@ -6,7 +6,7 @@
       names/NAME            the digest of an image
       bases/NAME/           the root directory of a base system, and what belongs to it (etude.sandboxes.images.debian)
       blobs/DIGEST…         the layer that a blob of a registry was unpacked to (etude.sandboxes.images.containers)
-      disks/DIGEST.squashfs a layer as a read-only disk, for virtual machines
+      disks/DIGEST.squashfs a layer as a read-only disk, see etude.sandboxes.images.disks
       incoming/             incomplete files; each is renamed into place when it is complete
 
 Files in a layer keep their owner and mode, so a set-uid file of root would give root's rights to any user who runs it:
@@ -20,8 +20,6 @@ import fcntl
 import hashlib
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ import orjson
 
 from etude.errors import ConfigError, DamagedError, SandboxError
 from etude.sandbox_spec import SCRATCH, WORKDIR, Healthcheck, Image, ImageService, ImageUser
-from etude.sandboxes.images.layers import AGENT, OWNED, copy_tree, digest_tree, entries, remove_tree, size_of
+from etude.sandboxes.images.layers import copy_tree, digest_tree, remove_tree, size_of
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
@@ -44,13 +42,6 @@ OF_CONTAINERS = ("user", "entrypoint", "healthchecks", "services")
 """Settings of an image that are stored only if they differ from the default."""
 PRIVATE_FOLDERS = ("layers", "bases", "disks", "incoming")
 """Folders with images' files, which other users must not run."""
-DISK_TIMEOUT_S = 1800.0
-"""Timeout of ``mksquashfs`` for one layer."""
-MOUNT_AND_RUN = 'mount -t overlay -o "$0" overlay "$1" && shift && exec "$@"'
-DISK_OPTIONS = ("-noI", "-noD", "-noF", "-noX", "-no-progress", "-quiet", "-mkfs-time", "0")
-"""No compression: decompression is slow on a machine without hardware virtualisation. Files keep their times: Python
-validates its compiled files by them.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,36 +229,6 @@ class ImageStore:
                 note.unlink()
         return len(unused)
 
-    def disk_image(self, layer: Path) -> Path:
-        """A squashfs of a layer, made if missing; slow, so not for an event loop.
-
-        ``layer`` may belong to another store, or be any tree. Raises :class:`~etude.errors.SandboxError` if it fails.
-        """
-        try:
-            digest = layer.name if DIGEST.fullmatch(layer.name) else digest_tree(layer, None)
-            disk = self.folder / "disks" / f"{digest}.squashfs"
-            if not disk.exists():
-                with self.incoming() as folder:
-                    pack(layer, folder / "disk")
-                    settle(folder / "disk", disk)
-        except (OSError, ValueError) as error:
-            raise SandboxError(f"layer {layer} cannot be made a disk: {error}") from error
-        return disk
-
-    def merged_disk(self, layers: Sequence[Path]) -> Path:
-        """A squashfs that merges several layers, lowest first; needs root, and is slow if it has to be made.
-
-        Raises :class:`~etude.errors.SandboxError` if it cannot be made.
-        """
-        digest = hashlib.sha256("".join(layer.name for layer in layers).encode()).hexdigest()
-        disk = self.folder / "disks" / f"{digest}.squashfs"
-        if not disk.exists():
-            with self.incoming() as folder:
-                (folder / "merged").mkdir()
-                pack(folder / "merged", folder / "disk", under=layers)
-                settle(folder / "disk", disk)
-        return disk
-
     @contextmanager
     def incoming(self) -> Iterator[Path]:
         """A fresh folder on the store's file system, removed at the end; those of dead writers are removed too.
@@ -370,43 +331,6 @@ def settle(source: Path, target: Path) -> None:
     except OSError:
         if not target.exists():
             raise
-
-
-def pack(tree: Path, disk: Path, owned: Sequence[str] = OWNED, *, under: Sequence[Path] = ()) -> None:
-    """Make the squashfs ``disk`` of a tree; without root, all files belong to root or the agent.
-
-    With layers to mount ``under`` the tree, lowest first, the disk merges all of them.
-
-    Raises :class:`~etude.errors.SandboxError` with the output of ``mksquashfs``.
-    """
-    program = shutil.which("mksquashfs")
-    if program is None:
-        raise SandboxError("'mksquashfs' is not installed: on Debian or Ubuntu, apt-get install squashfs-tools")
-    argv = [program, str(tree), str(disk), *DISK_OPTIONS]
-    if under:
-        options = f"userxattr,lowerdir={':'.join(map(str, reversed(under)))}"
-        argv = ["unshare", "--mount", "sh", "-c", MOUNT_AND_RUN, options, str(tree), *argv]
-    if os.geteuid() != 0:
-        argv += ["-all-root", "-pf", "/dev/stdin"]
-    done = subprocess.run(
-        argv,
-        input=b"" if os.geteuid() == 0 else _agents_files(tree, owned),
-        capture_output=True,
-        timeout=DISK_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SandboxError(f"mksquashfs of {tree} failed: {done.stderr.decode(errors='replace').strip()[-400:]}")
-
-
-def _agents_files(tree: Path, owned: Sequence[str]) -> bytes:
-    """Lines for ``mksquashfs -pf`` that give files to the agent, if the packing user cannot."""
-    lines = [
-        b'"%s" m %o %d %d' % (re.sub(rb'(["\\])', rb"\\\1", os.fsencode(entry.path)), entry.mode, AGENT, AGENT)
-        for entry in entries(tree, owned)
-        if entry.user == AGENT
-    ]
-    return b"\n".join([*lines, b""])
 
 
 def _sweep(folder: Path) -> None:

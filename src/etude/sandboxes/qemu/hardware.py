@@ -20,6 +20,7 @@ import orjson
 from etude.errors import SandboxError
 from etude.sandbox_spec import SCRATCH, SandboxLimits, SandboxSpec
 from etude.sandboxes.images.debian import Base, open_base
+from etude.sandboxes.images.disks import disk_image, merged_disk
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.qemu.guest.agent import PORT_NAME
 
@@ -209,9 +210,9 @@ def vm_spec_of(spec: SandboxSpec, accelerator: str, store: ImageStore, base: Bas
     mounts = sorted(spec.mounts.items())
     surplus = len(image.layers) + len(mounts) - LAYER_DISKS
     if image.base == SCRATCH and surplus > 0:  # nothing is below them that they could hide
-        disks.append(store.merged_disk(image.layers[: surplus + 1]))
+        disks.append(merged_disk(store, image.layers[: surplus + 1]))
         image = replace(image, layers=image.layers[surplus + 1 :])
-    disks += [store.disk_image(layer) for layer in image.layers]
+    disks += [disk_image(store, layer) for layer in image.layers]
     first_mount = FIRST_LAYER + len(disks)
     if len(disks) + len(mounts) > LAYER_DISKS:
         raise SandboxError(
@@ -245,11 +246,11 @@ def vm_spec_of(spec: SandboxSpec, accelerator: str, store: ImageStore, base: Bas
 def _mount_disk(store: ImageStore, source: Path) -> Path:
     """The squashfs of a folder, or of one that holds a file, as they are now."""
     if source.is_dir():
-        return store.disk_image(source)
+        return disk_image(store, source)
     if not source.is_file():
         raise SandboxError(f"a sandbox cannot show {source}: there is no such folder or file")
     with store.incoming() as folder:
         alone = folder / "alone"
         alone.mkdir()
         shutil.copy2(source, alone / source.name)
-        return store.disk_image(alone)
+        return disk_image(store, alone)

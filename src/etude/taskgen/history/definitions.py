@@ -62,13 +62,13 @@ class ModuleStatements:
     def code_of(self, name: str) -> list[str]:
         """The code that binds a name, import by import and definition by definition."""
         return [
-            _import_of(each.node, name) if isinstance(each.node, IMPORTS) else each.code
-            for each in self.by_name.get(name, ())
+            _import_of(statement.node, name) if isinstance(statement.node, IMPORTS) else statement.code
+            for statement in self.by_name.get(name, ())
         ]
 
     def definition(self, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
         """The function or class of a name; of several the last."""
-        nodes = [each.node for each in self.by_name.get(name, ())]
+        nodes = [statement.node for statement in self.by_name.get(name, ())]
         return next((node for node in reversed(nodes) if isinstance(node, DEFINITIONS)), None)
 
     @property
@@ -79,7 +79,7 @@ class ModuleStatements:
     @property
     def futures(self) -> list[str]:
         """Names that are imported from ``__future__``: they change how all of it is read."""
-        nodes = [each.node for each in self.statements]
+        nodes = [statement.node for statement in self.statements]
         futures = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
         return [alias.name for node in futures for alias in node.names]
 
@@ -120,7 +120,7 @@ def carry(
     ``exports`` are names for ``__all__``, ``imports`` further statements of import. Raises ``ValueError`` for
     statements that cannot be put together.
     """
-    carried = [each for each in after.statements if each.names & set(names) and not each.is_import]
+    carried = [statement for statement in after.statements if statement.names & set(names) and not statement.is_import]
     lines = [*_new_imports(before, after, names), *imports]
     edits = [_insertion(before.source, _head(before), "".join(f"{line}\n" for line in lines))] if lines else []
     replaced: dict[int, list[str]] = {}
@@ -156,11 +156,11 @@ def _statement(source: SourceText, node: ast.stmt, code: str) -> Statement:
         node=node,
         text=text if text.endswith("\n") else f"{text}\n",
         names=frozenset(_bound(node)),
-        uses=frozenset(each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)),
+        uses=frozenset(inner.id for inner in nodes if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)),
         attributes=frozenset(
-            (each.value.id, each.attr)
-            for each in nodes
-            if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)
+            (inner.value.id, inner.attr)
+            for inner in nodes
+            if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name)
         ),
         code=code,
     )
@@ -168,13 +168,13 @@ def _statement(source: SourceText, node: ast.stmt, code: str) -> Statement:
 
 def _code_of(node: ast.stmt) -> str:
     """The tree of a statement as text, after docstrings and annotations of functions were taken out of it."""
-    for each in ast.walk(node):
-        if isinstance(each, DEFINITIONS) and ast.get_docstring(each, clean=False) is not None:
-            each.body = each.body[1:] or [ast.Pass()]
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-            each.returns = None
-        if isinstance(each, ast.arg):
-            each.annotation = None
+    for inner in ast.walk(node):
+        if isinstance(inner, DEFINITIONS) and ast.get_docstring(inner, clean=False) is not None:
+            inner.body = inner.body[1:] or [ast.Pass()]
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner.returns = None
+        if isinstance(inner, ast.arg):
+            inner.annotation = None
     return ast.dump(node)
 
 
@@ -190,8 +190,8 @@ def _bound(node: ast.stmt) -> Iterator[str]:
         if isinstance(child, ast.stmt):
             yield from _bound(child)
         else:
-            nodes = ast.walk(child)
-            yield from (each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+            names = (part for part in ast.walk(child) if isinstance(part, ast.Name))
+            yield from (name.id for name in names if isinstance(name.ctx, ast.Store))
     for handler in getattr(node, "handlers", ()):
         for inner in handler.body:
             yield from _bound(inner)
@@ -200,7 +200,7 @@ def _bound(node: ast.stmt) -> Iterator[str]:
 def _import_of(node: ast.stmt, name: str) -> str:
     """The part of an import that binds one name, as a statement."""
     assert isinstance(node, IMPORTS)
-    alias = next(each for each in node.names if (each.asname or each.name.partition(".")[0]) == name)
+    alias = next(alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) == name)
     if isinstance(node, ast.Import):
         return ast.unparse(ast.Import(names=[alias]))
     return ast.unparse(ast.ImportFrom(module=node.module, names=[alias], level=node.level))

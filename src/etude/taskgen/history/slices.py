@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 from etude.taskgen.deletions import without_alias
 from etude.taskgen.history.changed_files import ChangedFiles, changed_lines
-from etude.taskgen.history.definitions import DEFINITIONS, ModuleStatements, carry, names_in, statements_of
+from etude.taskgen.history.definitions import DEFINITIONS, ModuleStatements, Statement, carry, names_in, statements_of
 from etude.taskgen.projects import Project
 from etude.tasks.repositories.spans import SourceText, apply
 
@@ -113,17 +113,19 @@ class Slicer:
             before = statements_of(self._before[where])
             if before is None or before.code_of(what) != after.code_of(what):
                 needs.add(place)
-                statements = after.by_name[what]
-                waiting += [(where, used) for each in statements if not each.is_import for used in each.uses]
-                waiting += [
-                    (module, attribute)
-                    for each in statements
-                    for owner, attribute in each.attributes
-                    for module in self._modules(where, after, owner)
-                ]
+                for statement in after.by_name[what]:
+                    waiting += self._used(where, after, statement)
                 waiting += [(where, future) for future in after.futures]
             waiting += self._imported(where, after, what)
         return frozenset(needs)
+
+    def _used(self, where: str, module: ModuleStatements, statement: Statement) -> Iterator[tuple[str, str]]:
+        """The names that a statement of a module uses, and the attributes of the project's modules."""
+        if not statement.is_import:
+            yield from ((where, name) for name in statement.uses)
+        for owner, attribute in statement.attributes:
+            for path in self._modules(where, module, owner):
+                yield path, attribute
 
     def _counts(self, where: str, what: str, own: tuple[str, str]) -> bool:
         """True if a changed name makes a change of ``own``: itself, or what is nobody's own name."""
@@ -219,11 +221,14 @@ def _without_imports(text: str, names: frozenset[str], project: Project) -> str:
         source = SourceText("", text)
     except (SyntaxError, ValueError):
         return text
-    edits = [
-        without_alias(source, node, *absent)
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.ImportFrom)
-        and (node.level or (node.module or "").partition(".")[0] in project.modules)
-        and (absent := sorted({each.name for each in node.names} & names))
-    ]
+    edits = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and _is_of_project(node, project):
+            absent = sorted({alias.name for alias in node.names} & names)
+            if absent:
+                edits.append(without_alias(source, node, *absent))
     return apply(text, edits)
+
+
+def _is_of_project(node: ast.ImportFrom, project: Project) -> bool:
+    return node.level > 0 or (node.module or "").partition(".")[0] in project.modules

@@ -1,7 +1,7 @@
 """Rollouts to trajectories: turns that continue each other, token for token, are joined.
 
 A conversation is a tree. A turn whose prompt begins with all tokens of an earlier turn continues that turn's branch;
-any other turn (a sub-agent, an edited history, a summary) opens a new one. Each branch is one trajectory:
+any other turn (a sub-agent, an edited history, a summary) opens a new weighted. Each branch is weighted trajectory:
 
     turn 1   prompt ▒▒▒▒ sampled ███
     turn 2   prompt ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒ sampled ██           branch = ▒▒▒▒███▒▒▒▒▒██   (█ trained, ▒ context)
@@ -79,7 +79,7 @@ def _trained_branches(rollout: Rollout, advantage: float | Floats, trained: Mask
             branch.append(weighted)
         else:
             branches.append([weighted])
-    ends = [max((end for end, one in enumerate(branch, 1) if one.trained), default=0) for branch in branches]
+    ends = [max((end for end, weighted in enumerate(branch, 1) if weighted.trained), default=0) for branch in branches]
     return [branch[:end] for branch, end in zip(branches, ends, strict=True) if end]
 
 
@@ -91,19 +91,21 @@ def _longest_continued(turn: Turn, branches: Sequence[list[_WeightedTurn]]) -> l
 
 def _trajectory(rollout_id: str, branch: Sequence[_WeightedTurn]) -> Trajectory:
     """The trajectory of a branch: the last turn's prompt has all earlier tokens, and each turn has its span."""
-    assert all(one.turn.payload is None for one in branch), f"payloads of rollout {rollout_id} were not fetched"
-    last, trained, length = branch[-1].turn, [one for one in branch if one.trained], branch[-1].length
+    assert all(weighted.turn.payload is None for weighted in branch), (
+        f"payloads of rollout {rollout_id} were not fetched"
+    )
+    last, trained, length = branch[-1].turn, [weighted for weighted in branch if weighted.trained], branch[-1].length
     loss_mask = np.zeros(length, bool)
     logprobs = np.zeros(length, np.float32)
     versions = np.full(length, UNSAMPLED, np.int32)
     temperatures = np.ones(length, np.float32)
     advantages = np.zeros(length, np.float32)
-    for one in trained:
-        loss_mask[one.sampled] = True
-        logprobs[one.sampled] = one.turn.logprobs
-        versions[one.sampled] = one.turn.versions
-        temperatures[one.sampled] = one.turn.temperature
-        advantages[one.sampled] = one.advantage
+    for weighted in trained:
+        loss_mask[weighted.sampled] = True
+        logprobs[weighted.sampled] = weighted.turn.logprobs
+        versions[weighted.sampled] = weighted.turn.versions
+        temperatures[weighted.sampled] = weighted.turn.temperature
+        advantages[weighted.sampled] = weighted.advantage
     return Trajectory(
         rollout_id=rollout_id,
         token_ids=np.concatenate([last.prompt_ids, last.completion_ids]).astype(np.int32, copy=False),
@@ -111,7 +113,7 @@ def _trajectory(rollout_id: str, branch: Sequence[_WeightedTurn]) -> Trajectory:
         logprobs=logprobs,
         versions=versions,
         temperatures=temperatures,
-        turn_starts=tuple(one.sampled.start for one in trained),
+        turn_starts=tuple(weighted.sampled.start for weighted in trained),
         advantages=advantages,
         routes=_routes(rollout_id, branch),
         sampling_mask=_sampling_mask(trained, length),
@@ -120,7 +122,7 @@ def _trajectory(rollout_id: str, branch: Sequence[_WeightedTurn]) -> Trajectory:
 
 def _routes(rollout_id: str, branch: Sequence[_WeightedTurn]) -> Routes | None:
     """[L, layers, k], ``NO_ROUTE`` where no turn recorded one; ``None`` if no turn recorded any."""
-    recorded = [(one, one.turn.routes) for one in branch if one.turn.routes is not None]
+    recorded = [(weighted, weighted.turn.routes) for weighted in branch if weighted.turn.routes is not None]
     if not recorded:
         return None
     shapes = {routes.shape[1:] for _, routes in recorded}
@@ -130,15 +132,19 @@ def _routes(rollout_id: str, branch: Sequence[_WeightedTurn]) -> Routes | None:
     newest, routes = recorded[-1]  # it read everything that the others read
     context = max(newest.sampled.start - 1, 0)
     stitched[:context] = routes[:context]
-    for one, routes in recorded:
-        sampling = slice(max(one.sampled.start - 1, 0), one.length - 1)
+    for weighted, routes in recorded:
+        sampling = slice(max(weighted.sampled.start - 1, 0), weighted.length - 1)
         stitched[sampling] = routes[sampling]
     return stitched
 
 
 def _sampling_mask(trained: Sequence[_WeightedTurn], length: int) -> SamplingMask | None:
     """[L], empty for tokens that were not sampled or not truncated; ``None`` if no token was truncated."""
-    recorded = [(one.sampled, one.turn.sampling_mask) for one in trained if one.turn.sampling_mask is not None]
+    recorded = [
+        (weighted.sampled, weighted.turn.sampling_mask)
+        for weighted in trained
+        if weighted.turn.sampling_mask is not None
+    ]
     if not recorded:
         return None
     sizes = np.zeros(length, np.int64)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, DamagedError
+from etude.sandboxes.images.disks import disk_image
 from etude.sandboxes.images.layers import AGENT, digest_tree, entries
 from etude.sandboxes.images.store import ImageStore, default_folder
 
@@ -204,13 +205,13 @@ def test_a_disk_has_the_layers_files_and_owners(store: ImageStore, tmp_path: Pat
     if shutil.which("mksquashfs") is None:
         pytest.skip("squashfs-tools are not installed")
     layer = store.layer(store.add_layer(plant(tmp_path / "tree")))
-    disk = store.disk_image(layer)
-    assert store.disk_image(layer) == disk
+    disk = disk_image(store, layer)
+    assert disk_image(store, layer) == disk
     listed = subprocess.run(["unsquashfs", "-lln", disk], capture_output=True, text=True, check=True).stdout
     owners = {line.split()[-1]: line.split()[1] for line in listed.splitlines() if "inner/a" in line or "tool" in line}
     assert owners == {"squashfs-root/work/inner/a": f"{AGENT}/{AGENT}", "squashfs-root/usr/tool": "0/0"}
     elsewhere = ImageStore(tmp_path / "elsewhere")
-    assert store.disk_image(elsewhere.layer(elsewhere.add_layer(tmp_path / "tree"))) == disk
+    assert disk_image(store, elsewhere.layer(elsewhere.add_layer(tmp_path / "tree"))) == disk
 
 
 def test_the_store_is_in_the_users_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
