@@ -318,12 +318,12 @@ def test_tasks_of_a_folder_are_listed_with_their_side(capsys: pytest.CaptureFixt
         (["tasks", "check"], "check what?"),
         (["tasks", "build", "x", "--installer", "http://a"], "--installer and --model go together"),
         (["tasks", "check", "x", "--sandbox", "remote"], "--sandbox remote and --sandbox-url go together"),
-        (["sandboxes", "serve", "--clients", "x", "--sandboxes", "9"], "--clients FILE says what each may name"),
+        (["sandboxes", "serve", "--clients", "x", "--sandboxes", "9"], "--clients FILE sets the rights of each client"),
         (["sandboxes", "drain", "http://127.0.0.1:1"], "set ETUDE_SANDBOXES_KEY"),
         (["tasks", "ls", "no-such-folder"], "no-such-folder"),
     ],
 )
-def test_orders_that_cannot_be_carried_out_are_refused(
+def test_commands_with_wrong_options_are_refused(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
