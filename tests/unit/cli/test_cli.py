@@ -55,7 +55,7 @@ def test_the_keys_of_a_recipe_are_explained(capsys: pytest.CaptureFixture[str]) 
     assert "[gateway]         The HTTP API between harnesses and engines.\n" in capsys.readouterr().out
     assert main(["config", "engine.max_running"]) == 0
     text = capsys.readouterr().out
-    assert "engine.max_running = 96\n    a whole number, ≥ 1\n    Sequences decoded together.\n" in text
+    assert "engine.max_running = 96\n    a whole number, ≥ 1\n    Most sequences that are decoded at a time.\n" in text
     assert "engine.port" not in text
     assert "'nonsense'" in fail(capsys, "config", "nonsense")
 
