@@ -1,39 +1,39 @@
-"""Exceptions that étude raises on purpose, by who can fix each.
+"""Exceptions that étude raises on purpose, grouped by who can fix them.
 
     EtudeError
     ├── UserError               the caller can fix it: one line, never a traceback
     │   ├── ConfigError         a recipe or a ``--set`` names a wrong key, type or value
     │   ├── RunFolderError      the run folder is missing, unwritable or belongs to something else
-    │   ├── TaskFolderError     a folder is no task in Harbor's format (defined with its reader)
+    │   ├── TaskFolderError     a folder is not a task in Harbor's format (defined with its reader)
     │   └── PortInUseError      a configured port is taken
     ├── DamagedError            bytes on disk are not what their digest says: nothing is overwritten
     ├── FencedError             another process took over: it committed this weight version first, or holds the lease
     ├── MismatchError           trainer and engine compute different numbers: training stops
     ├── DivergedError           the gradient is not finite: nothing was changed
-    ├── OutOfTime               an agent's commands took all the time they may: its work is graded as it stands
-    ├── AgentFault              what an agent did to its own sandbox came in the way: worth nothing, never tried again
-    ├── Refusal                 a request that the gateway turns down (defined there, with its HTTP status)
+    ├── OutOfTime               an agent's commands used up their time limit: its work so far is graded
+    ├── AgentFault              an agent broke its own sandbox: reward 0 if grading is impossible, never retried
+    ├── Refusal                 the gateway refuses a request (defined there, with its HTTP status)
     └── InfrastructureError     a machine, process or connection failed: retried, never a reward
         ├── EngineUnavailable   no engine answered before the deadline
-        │   └── EngineBusy      one did: it has as much waiting as it takes
-        ├── VersionPending      no engine serves the wanted weight version yet
-        ├── CaptureError        an engine's record of what it did is missing or does not fit
-        ├── LedgerUnavailable   the ledger stayed out of reach (defined there)
+        │   └── EngineBusy      an engine answered, but its queue is full
+        ├── VersionPending      no engine serves the required weight version yet
+        ├── CaptureError        an engine's record of a turn is missing or does not fit the turn
+        ├── LedgerUnavailable   the ledger could not be reached for too long (defined there)
         ├── SessionLost         the gateway no longer knows a session (it restarted)
-        ├── JudgeUnavailable    no judgement could be had in time
-        │   └── JudgeLost       waiting for one does not help
-        │       └── JudgeDeclined  of this rollout there will be none, whenever it is asked for
-        └── SandboxError        a sandbox could not start or died under a command
-            ├── Unsupported     its provider does not claim to be capable of that
-            └── SandboxesBusy   no place for one more is free in time: try again later, or elsewhere
+        ├── JudgeUnavailable    the judge gave no judgement in time
+        │   └── JudgeLost       waiting for a judgement does not help
+        │       └── JudgeDeclined  this rollout cannot be judged, now or later
+        └── SandboxError        a sandbox could not start, or died while a command ran
+            ├── Unsupported     the provider lacks a capability that the sandbox needs
+            └── SandboxesBusy   no sandbox became free in time: retry later, or elsewhere
 
 Errors are raised where the fact is known, with the offending value and the fix in the message. They are classified
-in two places only: ``cli.main`` (:class:`ExitCode`) and ``rollouts.worker`` (what becomes of a rollout).
+in two places only: ``cli.main`` (:class:`ExitCode`) and ``rollouts.worker`` (the outcome of a rollout).
 
-A process of a run that an ``InfrastructureError`` ends (exit code 1), or a bug, is started again by its supervisor, a
-bounded number of times: it goes on from what is on disk. All others (exit code 2) end the run with their message, since
-a restart would meet the same again: what is wrong has to be mended first, then ``--resume`` goes on. Damage on the way
-to a new weight version ends no engine at once: it waits for the full snapshot that it requested
+If an ``InfrastructureError`` or a bug ends a process of a run (exit code 1), its supervisor restarts the process, a
+limited number of times, and it continues from what is on disk. Every other error (exit code 2) ends the run with its
+message, since it would occur again after a restart: fix the cause, then continue with ``--resume``. An engine that
+receives damaged bytes of a new weight version does not end at once: it requests a full snapshot and waits for it
 (:mod:`etude.run.weight_follower`).
 """
 
@@ -43,17 +43,17 @@ from typing import ClassVar
 
 
 class ExitCode(IntEnum):
-    """Exit status of a command, also of a run's processes for their supervisor; 143 is SIGTERM's."""
+    """Exit status of a command, and of a run's processes. A command that SIGTERM ended has 143."""
 
     DONE = 0
     FAILED = 1
-    """A machine or a process failed, or a bug was met: another try may help."""
+    """A machine or a process failed, or étude has a bug: another try may help."""
     USER_ERROR = 2
     """No restart helps: the message says what to fix."""
     NOTHING_LEARNT = 3
-    """The run was finished, and no step changed the model."""
+    """The run is finished, but no step changed the model."""
     DISK_FULL = 4
-    """There was no room on a disk."""
+    """A disk is full."""
     INTERRUPTED = 130
     """Ctrl-C."""
 
@@ -83,7 +83,7 @@ class DamagedError(EtudeError):
 
 
 class FencedError(EtudeError):
-    """Another process took over a weight version or a lease that this one held; this one must stop."""
+    """Another process took over a weight version or a lease that this process held; this process must stop."""
 
 
 class MismatchError(EtudeError):
@@ -95,19 +95,19 @@ class DivergedError(EtudeError):
 
 
 class OutOfTime(EtudeError):
-    """An agent's commands have used up their time; its work is graded as it stands. No fault."""
+    """An agent's commands have used up their time limit; its work so far is graded. Nothing has failed."""
 
     REASON: ClassVar[str] = "time"
-    """Reason for which the agent stopped, beside those of harnesses."""
+    """Recorded reason why the agent stopped, besides those that harnesses give."""
 
 
 class AgentFault(EtudeError):
-    """Something that an agent did to its own sandbox came in the way of étude's work there: the disk or memory that the
-    sandbox may use is full, or a process inside killed or stopped what étude did there. Its own doing, so it is graded.
+    """An agent broke its own sandbox: it filled the disk or memory that the sandbox may use, or a process in it killed
+    or stopped étude's own work there. The agent caused it: its work is graded, with 0 if that is no longer possible.
     """
 
     REASON: ClassVar[str] = "agent_fault"
-    """Reason for which an agent stopped, beside those of harnesses; the part of a reward that says so has this name."""
+    """Recorded reason why the agent stopped, besides those that harnesses give; also the name of the reward's part."""
 
 
 class InfrastructureError(EtudeError):
@@ -128,9 +128,9 @@ class VersionPending(InfrastructureError):
     def __init__(self, required: int, newest: int) -> None:
         super().__init__(f"weight version {required} is not served yet, the newest is {newest}: try again later")
         self.required = required
-        """The oldest version that would do."""
+        """The oldest version that is acceptable."""
         self.newest = newest
-        """The newest that is served."""
+        """The newest version that is served."""
 
 
 class CaptureError(InfrastructureError):
@@ -142,25 +142,25 @@ class SessionLost(InfrastructureError):
 
 
 class JudgeUnavailable(InfrastructureError):
-    """The judge is down or late, so there is no judgement; never scored as zero."""
+    """The judge is down or late, so there is no judgement; the rollout is never scored as zero."""
 
 
 class JudgeLost(JudgeUnavailable):
-    """None can be had, and waiting does not help: what judging may cost is spent, the endpoint refuses the question,
-    judging is held after an alarm, or the judge has been away for too long.
+    """No judgement is possible, and waiting does not help: the judge's budget is spent, the endpoint refuses the
+    request, judging is paused after an alarm, or the judge has been unavailable for too long.
     """
 
 
 class JudgeDeclined(JudgeLost):
-    """No judgement of this rollout is possible: its own budget is spent, or the endpoint refuses the question."""
+    """No judgement of this rollout is possible: the rollout's budget is spent, or the endpoint refuses the request."""
 
 
 class SandboxError(InfrastructureError):
-    """A sandbox could not be started or died under a command."""
+    """A sandbox could not start, or died while a command ran."""
 
 
 class SandboxesBusy(SandboxError):
-    """A pool, a server or all hosts of sandboxes have no free place; retry later, or elsewhere."""
+    """The pool, the server or all hosts have no free sandbox; retry later, or elsewhere."""
 
 
 class Unsupported(SandboxError):
@@ -168,5 +168,5 @@ class Unsupported(SandboxError):
 
 
 def trace_of(error: BaseException) -> str:
-    """Type and place of an unexpected error, without its words: they may quote a key, or what people wrote."""
+    """Type and traceback of an unexpected error, without its message, which may quote a key or a user's text."""
     return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()

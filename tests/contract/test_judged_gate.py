@@ -137,7 +137,7 @@ def test_a_gate_judges_both_versions_by_the_suites_own_rubric(run: RunFolder, su
     assert len(judge.api.requests) == before + 3 * TASKS
 
 
-def test_a_judge_that_is_away_blocks_the_candidate_by_name_and_is_no_zero(run: RunFolder, suite: Path) -> None:
+def test_an_unreachable_judge_blocks_the_candidate_and_does_not_score_zero(run: RunFolder, suite: Path) -> None:
     file = suite / "suite.toml"
     file.write_text(file.read_text().replace('missing = "wait"', 'missing = "mask"'))  # so that nobody waits
     with pytest.raises(UserError, match=r"suite restraint: version 1 could not be measured in 3 attempts: .*restraint"):

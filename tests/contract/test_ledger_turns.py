@@ -86,7 +86,7 @@ with Ledger.open(sys.argv[1], payloads=Payloads(ObjectStore(sys.argv[2], syncs=T
 """
 
 
-def test_who_is_killed_between_object_and_row_leaves_an_open_slot_and_an_object_that_is_swept(
+def test_a_crash_between_object_and_row_leaves_an_open_slot_and_an_object_to_sweep(
     ledger: Ledger, place: str, store: ObjectStore
 ) -> None:
     fill(ledger, "whole")

@@ -83,7 +83,7 @@ def test_a_suite_from_a_repository_to_its_refresh(tmp_path: Path, capsys: pytest
     assert main(["suite", "refresh", str(suite)]) == 0
     shown = capsys.readouterr()
     assert f"2 changes, the last time up to {before.newest} on {today()}: 1 kept, 1 survived" in shown.err
-    assert "came in: add mean of some numbers" in shown.out
+    assert "added: add mean of some numbers" in shown.out
     assert read_progress(suite)[str(repository)].newest == git(repository, "rev-parse", "HEAD").strip()
     assert (suite / "tally" / "log.jsonl").read_text().startswith(log)
     records = by_prompt(suite)

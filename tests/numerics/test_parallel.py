@@ -237,7 +237,7 @@ def make_trajectories() -> list[Trajectory]:
     return result
 
 
-def crews(rank: int, folder: Path) -> None:
+def trainer_groups(rank: int, folder: Path) -> None:
     """Write the metrics and weights of a rank group's four steps: step 2 from a checkpoint, the last with hints."""
     for name, loss in LOSSES.items():
         grid = make_grid("dp cp ep")
@@ -343,7 +343,7 @@ def everything(rank: int, folder: Path) -> None:
     curves(rank, folder)
     publications(rank, folder)
     resharding(rank, folder)
-    crews(rank, folder)
+    trainer_groups(rank, folder)
 
 
 @pytest.fixture(scope="module")

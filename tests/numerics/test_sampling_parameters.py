@@ -48,7 +48,7 @@ def mismatch(
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS, ids=lambda a: type(a).__name__)
-def test_with_temperature_and_kept_sets_nothing_differs(arithmetic: Arithmetic) -> None:
+def test_temperature_and_sampling_masks_leave_no_mismatch(arithmetic: Arithmetic) -> None:
     logits_NV, drawn = sample(arithmetic)
     difference_N = mismatch(arithmetic, logits_NV, drawn, 0.8, replayed(drawn))
     assert float(difference_N.abs().max()) == 0.0
@@ -67,7 +67,7 @@ def test_with_temperature_and_kept_sets_nothing_differs(arithmetic: Arithmetic) 
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS, ids=lambda a: type(a).__name__)
-def test_ignoring_the_kept_set_or_the_temperature_is_another_policy(arithmetic: Arithmetic) -> None:
+def test_ignoring_the_sampling_mask_or_the_temperature_is_another_policy(arithmetic: Arithmetic) -> None:
     logits_NV, drawn = sample(arithmetic)
     no_set_N = mismatch(arithmetic, logits_NV, drawn, 0.8, None)
     assert float(no_set_N.max()) < 0  # part of the mass goes to tokens that could not be drawn

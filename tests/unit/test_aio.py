@@ -55,7 +55,7 @@ def test_what_goes_on_beside_has_ended_when_the_context_is_left() -> None:
     asyncio.run(run())
 
 
-def test_those_who_waits_for_what_goes_on_beside_has_its_result_or_its_error() -> None:
+def test_awaiting_a_background_task_gives_its_result_or_its_error() -> None:
     async def work(fault: str) -> str:
         await asyncio.sleep(0)
         if fault:

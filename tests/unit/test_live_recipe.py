@@ -22,7 +22,7 @@ WRONG = Outcome(solved=False, turns=3, edits=1, tested=False, read_first=False, 
 NOON = 0.5
 
 
-def test_those_who_answer_want_something_else_than_all() -> None:
+def test_users_who_answer_prefer_something_else_than_all_users() -> None:
     """The loud minority: without propensities brief sessions look best, with them those that all people prefer."""
     honest = [person for person in draw_population(2000, seed=1) if person.conduct is Conduct.HONEST]
 

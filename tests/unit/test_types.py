@@ -132,7 +132,7 @@ def test_the_arrays_of_a_trajectory_are_as_long_as_its_tokens(name: str) -> None
         trajectory(**{name: getattr(trajectory(), name)[:-1]})
 
 
-def test_routes_and_kept_sets_of_a_trajectory_are_as_long_as_its_tokens() -> None:
+def test_routes_and_sampling_masks_have_one_entry_per_token() -> None:
     with pytest.raises(ValueError, match=r"routes is not \[5\]"):
         trajectory(routes=np.zeros((4, 1, 2), np.uint16))
     with pytest.raises(ValueError, match=r"sampling_mask is not \[5\]"):
@@ -144,7 +144,7 @@ def mask_of(*sets: list[int]) -> SamplingMask:
     return SamplingMask(offsets=offsets, token_ids=np.array([token for one in sets for token in one], np.int32))
 
 
-def test_kept_sets_know_their_sizes_and_what_they_hold() -> None:
+def test_sampling_masks_know_their_sizes_and_token_ids() -> None:
     sets = mask_of([1, 3], [], [2])
     assert len(sets) == 3
     assert sets.sizes.tolist() == [2, 0, 1]
@@ -153,12 +153,12 @@ def test_kept_sets_know_their_sizes_and_what_they_hold() -> None:
 
 
 @pytest.mark.parametrize("offsets", [[], [1, 3], [0, 2], [0, 2, 1, 3]])
-def test_kept_sets_have_offsets_that_ascend_over_all_ids(offsets: list[int]) -> None:
+def test_offsets_of_sampling_masks_ascend_over_all_ids(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="sampling masks of 3 ids have offsets"):
         SamplingMask(offsets=np.array(offsets, np.int64), token_ids=np.arange(3, dtype=np.int32))
 
 
-def test_a_turn_drew_each_token_from_its_kept_set() -> None:
+def test_each_token_of_a_turn_is_in_its_sampling_mask() -> None:
     assert turn(sampling_mask=mask_of([2, 3], [], [5])).sampling_mask is not None
     for wrong in (mask_of([2], [], [5]), mask_of([3], [4])):
         with pytest.raises(ValueError, match="not all in its sampling mask"):

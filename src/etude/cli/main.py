@@ -1,6 +1,6 @@
-"""The command line: arguments in, one module of ``cli/commands`` out, exit codes.
+"""The command line: finds the module of a command in ``cli/commands``, runs it, and returns its exit status.
 
-A command's module is imported when the command is called, so that ``etude --help`` needs no torch.
+A command's module is imported only when the command is called, so that ``etude --help`` does not import torch.
 """
 
 import io
@@ -25,57 +25,57 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "run": ("run", "Run the whole loop of a recipe, on this machine or on a fleet."),
         "live": ("live", "Serve users and learn from what they do: `etude run` of a recipe with releases."),
-        "check": ("check", "See if a recipe can run here: what `etude run` checks first."),
-        "plan": ("plan", "See what a recipe takes of GPUs that need not be here: memory, speed, time, money."),
+        "check": ("check", "Check whether a recipe can run here, as `etude run` does first."),
+        "plan": ("plan", "Predict memory, speed, time and cost of a recipe, also for GPUs that you do not have."),
         "midtrain": ("processes", "One process of a run: mid-training, or one node of it."),
         "sft": ("processes", "One process of a run: supervised fine-tuning, or one node of it."),
-        "parity": ("processes", "One process of a run: engine against trainer, before they run."),
+        "parity": ("processes", "One process of a run: compares engine and trainer before they start."),
         "serve": ("processes", "One process of a run: an engine."),
         "production": ("processes", "One process of a run: an engine for users."),
         "product": ("processes", "One process of a run: the gateway for users."),
-        "gateway": ("gateway", "Serve the gateway of a run, or one alone in front of any engines."),
-        "rollouts": ("processes", "One process of a run: rollouts and, of replica 0, evaluations."),
-        "sinks": ("processes", "Beside a run: feeds trackers and evaluates alerts; by hand, sends what was not sent."),
+        "gateway": ("gateway", "Serve the gateway of a run, or a gateway without a run in front of your engines."),
+        "rollouts": ("processes", "One process of a run: rollouts; replica 0 also runs evaluations."),
+        "sinks": ("processes", "Send a run's metrics to trackers and evaluate its alerts."),
         "train": ("processes", "One process of a run: the trainer, or one node of it."),
-        "release": ("release", "See, approve, propose and take back the versions that users meet."),
-        "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
-        "suite": ("suite", "Try any model at a suite of tasks, compare models, see quality against cost."),
-        "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),
+        "release": ("release", "Show, approve, propose and roll back the weight versions that users get."),
+        "eval": ("eval", "Evaluate a weight version of a run on the held-out tasks, or compare two."),
+        "suite": ("suite", "Evaluate any model on a suite of tasks, compare models and their cost; build suites."),
+        "show": ("show", "Show the rollouts of a run: an overview, a list, a group, or a single rollout."),
         "ui": ("ui", "Look at runs in a browser: curves, rollouts, weights, users, live."),
-        "play": ("play", "Watch the agent of a run play a held-out task, turn by turn, to the verdict."),
+        "play": ("play", "Watch the agent of a run solve a held-out task, turn by turn, until it is graded."),
         "tinker": ("tinker", "Let programs train a model step by step, over the Tinker API."),
-        "chat": ("chat", "Talk with the newest weights, and see which version answered."),
-        "doctor": ("doctor", "See what works on this machine or on a fleet, and if engine and trainer agree."),
-        "fleet": ("fleet", "Run on many machines: files for their clusters, status, drain."),
+        "chat": ("chat", "Chat with the newest weights, and see which version answered."),
+        "doctor": ("doctor", "Check what works on this machine or fleet, and whether engine and trainer agree."),
+        "fleet": ("fleet", "Run on many machines: write files for clusters, change a fleet, show it, drain it."),
         "config": ("config", "Explain the keys of a recipe."),
-        "judge": ("judge", "Try the model that grades aspects, and compare it with people."),
-        "feedback": ("feedback", "See and delete what is kept of a product's users; one process of a run."),
-        "keys": ("keys", "Manage the keys of a gateway; print those of a run."),
-        "weights": ("weights", "Look into a weight store, verify it, repair it, take versions out."),
-        "tasks": ("tasks", "Make tasks of a repository, verify tasks, list them, export them."),
-        "images": ("images", "Manage base systems and images that sandboxes start from."),
-        "sandboxes": ("sandboxes", "Lend sandboxes over HTTP; ask one what it looks like."),
+        "judge": ("judge", "Test the model that grades aspects of rollouts, and compare it with people."),
+        "feedback": ("feedback", "Show, export and delete stored data of a product's users; one process of a run."),
+        "keys": ("keys", "Manage the API keys of a gateway, and print the keys of a run."),
+        "weights": ("weights", "List, verify, repair, export and copy the weight versions of a store."),
+        "tasks": ("tasks", "Build tasks from a repository; verify, list and export tasks."),
+        "images": ("images", "Manage the base systems and images that sandboxes start from."),
+        "sandboxes": ("sandboxes", "Serve this machine's sandboxes over HTTP, drain a server, describe a sandbox."),
     }
 )
 """Command → its module in ``cli/commands``, and its line in ``etude --help``."""
 COMPLETE = "_ETUDE_COMPLETE"
-"""Set by a shell that asks for completions."""
+"""Variable of the environment that a shell sets to ask for completions."""
 BROKEN_PIPE = 128 + signal.SIGPIPE
-"""The exit status of a program whose output is not read on, as by ``head``."""
+"""Exit status of a program whose reader, such as ``head``, has closed the pipe."""
 
 
 class LazyGroup(TyperGroup):
-    """All commands by name and help alone; the one that is called is imported."""
+    """All commands by name and help line; only the command that is called is imported."""
 
     def resolve_command(  # its context is of a part of typer that is private
         self, ctx: Any, args: list[str]
     ) -> tuple[str | None, TyperCommand | TyperGroup | None, list[str]]:
-        """The command that is called. Raises a usage error that names those that are like it."""
+        """Return the command that is called. Raises a usage error that suggests similar names."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, load(name) if name else None, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # private likewise
-        """Write every command's line, whole."""
+        """Write the help line of every command without shortening it."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
@@ -117,10 +117,10 @@ for command_name, (_, line) in COMMANDS.items():
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; errors of the user are one line, never a traceback."""
+    """Run one command and return its exit status; a user's error is printed as one line, without a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # of what a terminal cannot show, something is shown
+            stream.reconfigure(errors="backslashreplace")  # for characters that a terminal cannot show
     command, given = get_command(app), list(sys.argv[1:] if arguments is None else arguments)
     if COMPLETE in os.environ:
         command(given, prog_name="etude")  # prints completions and exits
@@ -169,15 +169,15 @@ def _report(error: Exception, arguments: Sequence[str]) -> int | None:
 
 
 def _print_if_there_is_room(text: str) -> None:
-    """Print to the standard error, which may be a file on the very disk that is full; the exit status tells it, too."""
+    """Print to stderr, which may itself be a file on the full disk; the exit status says it as well."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what could not be written is not tried again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # so that no later flush fails
 
 
 def _is_stdout_closed() -> bool:
-    """True if the reader of our output is gone, and not the other end of a socket; nothing more is printed then."""
+    """True if the reader of stdout is gone, rather than the other end of a socket; then stdout is discarded."""
     looking = select.poll()
     looking.register(sys.stdout.fileno(), 0)
     if not looking.poll(0):
@@ -187,7 +187,7 @@ def _is_stdout_closed() -> bool:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """End a command as Ctrl-C does, by its own clean-up: its processes are stopped, its temporary files removed."""
+    """End a command as Ctrl-C does, with its clean-up: its processes are stopped, its temporary files removed."""
     import asyncio
 
     try:

@@ -1,4 +1,4 @@
-"""The parts that commands share: options that several have, and the name of this program."""
+"""Parts that commands share: common options, and the name of this program."""
 
 import os
 import shutil
@@ -22,24 +22,24 @@ Overrides: TypeAlias = Annotated[
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-All: TypeAlias = Annotated[bool, typer.Option("--all", help="List what is sound as well, a line each.")]
-Split: TypeAlias = Annotated[Literal["train", "heldout"], typer.Option(help="The side of the hold-out.")]
+All: TypeAlias = Annotated[bool, typer.Option("--all", help="List what is sound as well, one per line.")]
+Split: TypeAlias = Annotated[Literal["train", "heldout"], typer.Option(help="Training tasks or held-out tasks.")]
 
 
 def group() -> typer.Typer:
-    """The commands of one module; a single one is the command of the module's name."""
+    """The commands of one module. If it has a single command, that one has the module's name."""
     return typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def own_name() -> str:
-    """The words to type to start this program again: it may lie in a virtual environment that is not active."""
+    """The command line that starts this program: it may be in a virtual environment that is not active."""
     if shutil.which("etude"):
         return "etude"
     return sys.argv[0] if Path(sys.argv[0]).name == "etude" else f"{sys.executable} -m etude"
 
 
 def key_in(variable: str, default: str) -> str:
-    """The API key in an environment variable, or in the ``default`` one, which may be unset.
+    """The API key in an environment ``variable``; without one, in the variable ``default``, which may be unset.
 
     Raises :class:`~etude.errors.ConfigError`.
     """
@@ -49,7 +49,7 @@ def key_in(variable: str, default: str) -> str:
 
 
 def process_name(command: str, replica: int, region: str) -> ProcessName:
-    """The name of a process by the options that tell it apart. Raises :class:`~etude.errors.ConfigError`."""
+    """The name of a process from its command line. Raises :class:`~etude.errors.ConfigError`."""
     try:
         return ProcessName(command=command, replica=replica, region=region)
     except ValueError as error:

@@ -16,7 +16,7 @@ REDACTORS = Registry(
 )
 """Redactors by name: each is a :data:`~etude.feedback.redaction.Redactor`."""
 ONE_SIDED = (SignalKind.REVERTED, SignalKind.ABANDONED)
-"""Kinds that are sent only when the thing happens, so that no model can learn the other answer from them."""
+"""Kinds that are sent only when the event happens, so that no model can be fitted to them."""
 FOLLOW_UPS = Registry("feedback.follow_up", "rule", {"words": "etude.feedback.follow_up:WordRule"})
 """Rules of follow-up messages by name: each is a :class:`~etude.feedback.follow_up.FollowUpRule`."""
 
@@ -31,7 +31,7 @@ class SignalPart(Section):
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)
     """Name under which its value, before weight and range, is recorded with every session."""
     signal: Literal["kept", "reverted", "edited", "follow_up", "tests", "thumbs", "latency", "abandoned"]
-    """Kind of signal. Of several for the same turn and span the newest counts; several turns and spans are averaged."""
+    """Kind of signal. If there are several for one turn and span, the newest counts; turns and spans are averaged."""
     weight: float = Field(allow_inf_nan=False)
     """Reward per unit of the value; negative for a penalty. 0: the value is only recorded."""
     range: tuple[float, float]
@@ -40,7 +40,7 @@ class SignalPart(Section):
     """Scope of the reward: the whole session, or the turn of the signal alone, with ``credit.kind = "shaped"``."""
     missing: Literal["estimate"] | float = "estimate"
     """Value of a session without the signal: an estimate from sessions that were equally likely to send one; or a
-    number, if the product reports every occurrence, so that silence means something.
+    number, if the product reports every occurrence, so that a missing signal means that nothing occurred.
     """
 
     @property
@@ -75,13 +75,15 @@ class SignalReward(Section):
     parts: tuple[SignalPart, ...] = ()
     """``[[feedback.reward.parts]]``, in any order."""
     max_inverse: float = Field(default=20.0, ge=1)
-    """Largest inverse propensity. A signal whose probability was below 1 / ``max_inverse`` counts as if it had been
-    that, which bounds the noise and leaves a bias (``docs/live.md``).
+    """Largest inverse propensity: a signal whose probability was below 1 / ``max_inverse`` is weighted as if its
+    probability had been that. This limits the noise and leaves a bias (``docs/live.md``).
     """
     folds: int = Field(default=5, ge=2)
-    """Folds of users for cross-fitting: the models of whether and what users answer never see those they predict."""
+    """Folds of users for cross-fitting: the models that predict whether a user sends a signal, and its value, are
+    fitted without that user's fold.
+    """
     history: int = Field(default=4096, ge=0)
-    """Newest earlier sessions that those models learn from as well."""
+    """Number of newest earlier sessions that these models are fitted to as well."""
 
     @property
     def is_by_turn(self) -> bool:
@@ -108,41 +110,41 @@ class PoisoningLimits(Section):
     """``[feedback.poisoning]``: limits of the influence that one user, or a ring of users, has on training."""
 
     largest_share: float = Field(default=0.05, gt=0, le=1)
-    """Largest share of one user's sessions in a batch; above it each of them counts less."""
+    """Largest share of one user's sessions in a batch; above it each of the user's sessions counts less."""
     per_hour: int = Field(default=120, ge=1)
-    """Rated sessions within an hour above which a user is taken for a program."""
+    """Rated sessions in one hour above which a user is considered a program."""
     outlier_z: float = Field(default=5.0, gt=0)
     """Standard deviations from other users' ratings above which a user's ratings are not learnt from."""
     min_sessions: int = Field(default=8, ge=2)
-    """Rated sessions that a user needs to be compared with others."""
+    """Rated sessions that a user needs before the user is compared with others."""
     min_users: int = Field(default=8, ge=3)
-    """Such users that are needed to tell an outlier."""
+    """Users with that many sessions that are needed before outliers are detected."""
     alpha: float = Field(default=0.001, gt=0, lt=1)
-    """Probability, over all pairs of users, that two independent users are taken for a ring."""
+    """Probability, over all pairs of users, that two independent users are mistaken for a ring."""
     min_ring: int = Field(default=3, ge=2)
-    """Linked users that make a ring."""
+    """Linked users that count as a ring."""
 
 
 class FeedbackConfig(Section):
     """``[feedback]``: users' signals about live sessions."""
 
     window_s: float = Field(default=0.0, ge=0)
-    """Seconds after the end of a session in which signals about it count; then they are joined with it. 0: no session
-    is recorded, with or without consent.
+    """Seconds after the end of a session in which signals about it count; then session and signals are joined. 0: no
+    session is recorded, with or without consent.
     """
     follow_up: Annotated[str, AfterValidator(_follow_up)] = "words"
     """Rule that tells from a user's next message whether the reply satisfied them, if no client reports it: ``words``
     (negation, retry and thanks in English); empty for none; or a class of your own.
     """
     redactors: Annotated[tuple[str, ...], AfterValidator(_each_redactor)] = ("secrets",)
-    """Finders of text that must not be stored: ``secrets`` and ``emails``, by their form, or functions of your own that
-    return spans of characters. In messages of users and tools fillers replace it; a session in which the model wrote
-    such text is not stored at all.
+    """Detectors of text that must not be stored: ``secrets`` and ``emails``, by their form, or functions of your own
+    that return spans of characters. In messages of users and tools, fillers replace such text; a session in which the
+    model wrote such text is not stored at all.
     """
     regions: tuple[str, ...] = ()
     """Regions, as the product names them, whose sessions are recorded; empty: all, also sessions without a region."""
     keep_days: float = Field(default=0.0, ge=0)
-    """Days for which sessions and signals are stored, trained on or not; 0: until their deletion is requested."""
+    """Days for which sessions and signals are stored, trained on or not; 0: until a user requests deletion."""
     poisoning: PoisoningLimits = PoisoningLimits()
     """Limits of one user's influence on training."""
     reward: SignalReward = SignalReward()

@@ -16,27 +16,28 @@ HIGHEST_PORT = 65535
 
 
 class NativeOptions(Section):
-    """Our own engine."""
+    """étude's own engine."""
 
     max_waiting: int = Field(default=4096, ge=1)
-    """Queued calls above which callers are told to come back later."""
+    """Most queued calls; further calls are refused and told to retry later."""
     step_tokens: int = Field(default=2048, ge=16)
-    """Tokens computed in one step: one for every sequence that decodes, the rest for reading prompts."""
+    """Tokens computed in one step: one for every sequence that decodes, the rest for prefill."""
     cache_tokens: int = Field(default=0, ge=0)
     """Positions of the key/value cache, which is all the memory that calls take; 0: enough for ``max_running``
-    sequences of ``max_length``. With less, the least urgent calls are preempted and read again.
+    sequences of ``max_length``. If the cache is full, the least urgent calls are preempted and prefilled again later.
     """
     swap: Swap = "keep"
-    """Effect of new weights on turns in progress: they keep their keys, are read again under the new weights, or are
-    finished first.
+    """Effect of new weights on turns in progress. ``keep``: they keep their cached keys and values. ``recompute``: they
+    are prefilled again with the new weights. ``drain``: they finish first.
     """
     draft_tokens: int = Field(default=0, ge=0, le=16)
-    """Tokens that a draft head guesses ahead of each sequence, verified together in the next step; what is sampled
-    stays the same. The head is the checkpoint's, or a new one (``loss.draft_learning_rate``); 0: none.
+    """Tokens that a draft head proposes for each sequence (speculative decoding); the next step verifies all of them at
+    once, and the sampled tokens are the same as without it. The head is the checkpoint's, or a new one
+    (``loss.draft_learning_rate``). 0: no draft head.
     """
     spare_weights: bool = True
-    """Hold the weights twice, so that an update only pauses sampling to exchange two references; otherwise it pauses to
-    write what changed.
+    """True to hold the weights twice: an update then pauses sampling only to exchange two references. False: it pauses
+    sampling while the changed weights are written.
     """
     threads: int = Field(default=1, ge=1)
     """CPU threads."""
@@ -85,13 +86,13 @@ class VllmOptions(Section):
     """A vLLM server."""
 
     python: str = ""
-    """The interpreter of its environment; empty looks at ``ETUDE_VLLM_PYTHON``, then in ``.venv-vllm``."""
+    """The interpreter of its Python environment; empty: ``ETUDE_VLLM_PYTHON``, else ``.venv-vllm``."""
     swap: Swap = "keep"
     """Effect of new weights on turns in progress, as for the native engine."""
     arguments: Arguments = Field(default={})
     """Further arguments of its command line, without ``--``: ``tensor-parallel-size = 2``, ``gpu-memory-utilization =
-    0.6``; true for a flag; a table for what it takes as JSON, ``speculative-config = { method = "ngram",
-    num_speculative_tokens = 4 }``. Its own variables, ``VLLM_…``, are handed on.
+    0.6``; true for a flag; a table for an argument in JSON, such as ``speculative-config = { method = "ngram",
+    num_speculative_tokens = 4 }``. Environment variables ``VLLM_…`` are passed on to it.
     """
 
 
@@ -99,7 +100,7 @@ class SglangOptions(Section):
     """An SGLang server."""
 
     python: str = ""
-    """The interpreter of its environment; empty looks at ``ETUDE_SGLANG_PYTHON``, then in ``.venv-sglang``."""
+    """The interpreter of its Python environment; empty: ``ETUDE_SGLANG_PYTHON``, else ``.venv-sglang``."""
     arguments: Arguments = Field(default={})
     """Further arguments of its command line, without ``--``: ``tp-size = 2``, ``mem-fraction-static = 0.6``; true for a
     flag.
@@ -125,27 +126,27 @@ class EngineConfig(Section):
     """``[engine]``: inference."""
 
     kind: Annotated[str, AfterValidator(ENGINES)] = "native"
-    """étude's own engine, a vLLM or SGLang server in a Python environment of its own, or an engine of yours
-    (``docs/extending.md``).
+    """``native``: étude's own engine; ``vllm`` or ``sglang``: such a server in a Python environment of its own; or an
+    engine of your own (``docs/extending.md``).
     """
     max_running: int = Field(default=96, ge=1)
-    """Sequences decoded together."""
+    """Most sequences that are decoded at a time."""
     max_length: int = Field(default=640, ge=64)
-    """Tokens of one sequence, prompt and completion."""
+    """Most tokens of one sequence, prompt and completion together."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
-    """``auto``: a GPU where torch finds one."""
+    """``auto``: a GPU if torch finds one, else the CPU."""
     host: str = "127.0.0.1"
-    """Address to listen on, for gateways elsewhere; one other than loopback gets a listener of its own. Callers always
-    need the run's engine key (``etude keys derive RUN engine``).
+    """Address to listen on. For an address other than loopback, which gateways on other machines need, a second
+    listener is opened. Callers always need the run's engine key (``etude keys derive RUN engine``).
     """
     tls_cert: str = ""
-    """PEM file with the certificate chain of that listener; empty serves plain HTTP, which is for trusted networks."""
+    """PEM file with the certificate chain of that listener; empty: plain HTTP, which is for trusted networks only."""
     tls_key: str = ""
-    """PEM file with its private key."""
+    """PEM file with the private key of the certificate."""
     port: int = Field(default=0, ge=0, le=65535)
-    """0 picks a free port. With ``replicas``, that of the first; each further one has the next number."""
+    """Port of the first engine; each further replica has the next number. 0: any free port."""
     replicas: int = Field(default=1, ge=1, le=64)
-    """Engines that ``etude run`` starts on this machine, each with weights and a cache of its own."""
+    """Engines that ``etude run`` starts on this machine, each with its own weights and cache."""
     options: Annotated[SerializeAsAny[Section], PlainValidator(ENGINE_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
@@ -194,7 +195,7 @@ class EngineConfig(Section):
 
 
 class NumericsConfig(Section):
-    """``[numerics]``: arithmetic of engine and trainer, in one section because both must follow it."""
+    """``[numerics]``: arithmetic of engine and trainer, in one section because both must use the same."""
 
     arithmetic: Literal["auto", "invariant", "fast"] = "auto"
     """``invariant``: every sum in one fixed order, so that engine and trainer agree to the last bit (CPU). ``fast``:
@@ -208,17 +209,18 @@ class NumericsConfig(Section):
     experts: Literal["plain", "fp8", "mxfp8", "nvfp4"] = "plain"
     """Format of expert matrices in every forward pass and in what is published; ``plain`` is ``dtype``."""
     replay: Literal["auto", "off", "completion", "full"] = "auto"
-    """Tokens that the trainer sends to the experts that the engine used: none, sampled ones, or all. ``auto``:
-    ``completion`` in fast arithmetic, ``off`` in invariant arithmetic, which has nothing to repair.
+    """Router replay: the tokens that the trainer sends to the experts that the engine used. ``off``: none;
+    ``completion``: sampled tokens; ``full``: all tokens. ``auto``: ``completion`` in fast arithmetic, ``off`` in
+    invariant arithmetic, where both choose the same experts.
     """
     replay_floor: float = Field(default=0.5, ge=0, le=1)
-    """A replayed expert that the trainer's router scores below this share of its own k-th best is replaced by the
-    router's best unused one; 0 replays all.
+    """A replayed expert is replaced by the trainer router's best unused expert if that router scores it below this
+    share of its own k-th best; 0: all are replayed.
     """
     warn_k3: float = Field(default=1e-3, gt=0)
-    """Mismatch above which a step warns."""
+    """Mismatch of engine and trainer (k3) above which a step warns."""
     stop_k3: float = Field(default=1e-2, gt=0)
-    """Mismatch above which the run stops (a collapse was reported at 0.013 in practice)."""
+    """Mismatch of engine and trainer (k3) above which the run stops (a collapse was reported at 0.013)."""
 
     @property
     def stored_dtype(self) -> Literal["float32", "bfloat16"]:
@@ -236,36 +238,36 @@ class GatewayConfig(Section):
     """``[gateway]``: the HTTP API between harnesses and engines."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. In a run, one other than loopback gets a listener of its own: the run's own processes
-    always talk over loopback.
+    """Address to listen on. In a run, a second listener is opened for an address other than loopback: the run's own
+    processes on this machine always use loopback.
     """
     port: int = Field(default=0, ge=0, le=65535)
-    """0 picks a free port. With ``replicas``, that of the first; each further one has the next number."""
+    """Port of the first gateway; each further replica has the next number. 0: any free port."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Gateways that ``etude run`` starts on this machine; sessions are spread over them, and each knows all engines."""
     tls_cert: str = ""
-    """PEM file with the certificate chain; empty serves plain HTTP, which is for loopback and trusted networks."""
+    """PEM file with the certificate chain; empty: plain HTTP, which is for loopback and trusted networks only."""
     tls_key: str = ""
-    """PEM file with its private key."""
+    """PEM file with the private key of the certificate."""
     engine_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds that a call waits for unavailable engines before it fails as infrastructure."""
+    """Seconds that a call waits for unavailable engines before it counts as an infrastructure failure."""
     max_session_tokens: int = Field(default=2**24, ge=1)
-    """Tokens that one session may hold, each branch of its conversation counted once; further calls are refused, which
-    ends the rollout. A token takes at most 6 bytes and its text, a sampled one 12 more.
+    """Most tokens of one session, with each branch of its conversation counted once; further calls are refused, which
+    ends the rollout. In memory a token takes at most 6 bytes and its text; a sampled token takes 12 bytes more.
     """
     chat_template_kwargs: dict[str, str | bool | int | float] = Field(default={})
-    """Variables of the model's chat template that apply unless a call sets them, e.g. ``enable_thinking = false``; the
-    phases before RL use them, too. The template defines which there are; others are refused.
+    """Values of variables of the model's chat template, such as ``enable_thinking = false``, unless a call sets them;
+    also used by the phases before RL. A variable that the template does not have is refused.
     """
     keys: str = ""
-    """File with the keys of people and products (``etude keys``); empty: only the admin key and those of rollouts are
-    valid.
+    """File with the keys of people and products (``etude keys``); empty: only the admin key and the keys of rollouts
+    are valid.
     """
     access_log: bool = False
-    """Log each call as a line of JSON, never its content."""
+    """True to log each call as a line of JSON, without its content."""
     summary_mark: str = ""
-    """A call whose last message is the user's and contains this text is recorded as one for a summary: for harnesses
-    that compact their own history and cannot send ``X-Etude-Turn``.
+    """Text that marks a request for a summary: a call counts as one if its last message is the user's and contains this
+    text. For harnesses that compact their own history and cannot send ``X-Etude-Turn``; empty: none.
     """
 
     @property

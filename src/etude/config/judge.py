@@ -16,34 +16,38 @@ class JudgeOptions(Section):
     """Programs instead of a model, called over the same API."""
 
     votes: int = Field(default=1, ge=1, le=15)
-    """Calls per aspect; every other one sees the scale from best to worst."""
+    """Calls per aspect; every second call lists the scale from best to worst."""
     temperature: float = Field(default=0.0, ge=0, le=2)
-    """Sampling temperature of the judge. Several votes need one above 0, or they are all alike."""
+    """Sampling temperature of the judge. With several votes it must be above 0, or all votes are equal."""
     max_tokens: int = Field(default=256, ge=16)
-    """Tokens of one reply, thoughts included."""
+    """Most tokens of one reply, reasoning included."""
     text_characters: int = Field(default=20_000, ge=200, le=2_000_000)
-    """Most characters shown of the task and of the work, each: beginning and end, with a note of what is left out."""
+    """Most characters of the task, and of the work, that the judge is shown: a longer text is cut in the middle, with a
+    note of what is left out.
+    """
     timeout_s: float = Field(default=60.0, gt=0)
-    """Deadline of one judgement: all votes, pauses, second tries, and waiting until ``concurrency`` and the budget have
-    room. Scoring a rollout takes as many judgements as it has aspects, and one for each request for hints.
+    """Deadline of one judgement: all votes, pauses, retries, and waiting until ``concurrency`` and the budget have
+    room. Scoring a rollout takes one judgement per aspect, and one for each request for hints.
     """
     concurrency: int = Field(default=16, ge=1)
-    """Concurrent calls."""
+    """Most calls at a time."""
     calls_per_rollout: int = Field(default=100, ge=1)
-    """Most calls about one rollout, for its reward; as many again for its hints."""
+    """Most calls about one rollout, for its reward; its hints have a separate limit of the same size."""
     tokens_per_rollout: int = Field(default=1_000_000, ge=1)
-    """Most tokens of these calls, read and written. Must hold one judgement on every aspect of texts of full length."""
+    """Most tokens of these calls, read and written. Must be enough for one judgement on every aspect of texts of full
+    length.
+    """
     calls_per_run: int = Field(default=1_000_000, ge=1)
     """Most calls of a run, restarts included."""
     tokens_per_run: int = Field(default=1_000_000_000, ge=1)
-    """Most tokens of these calls."""
+    """Most tokens of a run's calls, read and written."""
     prices: tuple[float, float] = (0.0, 0.0)
     """Prices of a million tokens, read and written, in any currency."""
     cost_per_run: float = Field(default=0.0, ge=0)
-    """Most that a run may cost at these prices; 0: no limit."""
+    """Most that a run's calls may cost at these prices; 0: no limit."""
     on_alarm: Literal["warn", "hold"] = "warn"
-    """Reaction when the endpoint's model changes, or agrees less with people: a warning, or no judging until a person
-    removes ``judge-held.txt`` from the run folder.
+    """Reaction when the endpoint's model changes, or agrees less with people: ``warn`` warns; ``hold`` stops
+    judging until a person removes ``judge-held.txt`` from the run folder.
     """
 
     @model_validator(mode="after")
@@ -67,7 +71,7 @@ class ModelJudgeOptions(JudgeOptions):
     """A model behind an OpenAI-compatible API."""
 
     url: str
-    """URL of the API, including ``/v1``."""
+    """Base URL of the API, including ``/v1``."""
     model: str = Field(min_length=1)
     """Name of the model at that endpoint."""
     structured: bool = False
@@ -86,24 +90,28 @@ JUDGE_OPTIONS = OptionsOf("judge", "kind", {"model": ModelJudgeOptions, "rules":
 
 
 class JudgeConfig(Section):
-    """``[judge]``: the judge of the rollouts' aspects, and the trust in it. Aspects become parts of ``[reward]``."""
+    """``[judge]``: the judge that grades aspects of a rollout, and when it is trusted. Aspects become parts of
+    ``[reward]``.
+    """
 
     kind: Literal["none", "model", "rules"] = "none"
-    """No judge; a model behind an API; or rules: programs that some families bring along, served on this machine over
-    the same API.
+    """``none``: no judge; ``model``: a model behind an API; ``rules``: programs that some families provide, served on
+    this machine over the same API.
     """
     options: Annotated[SerializeAsAny[Section], PlainValidator(JUDGE_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
-    """``[judge.options]``: calls of the judge and their limits."""
+    """``[judge.options]``: the judge's calls and their limits."""
     rubrics: dict[str, str] = Field(default={})
     """Aspect → rubric as TOML; ``"@NAME"`` stands for the text of a file beside the recipe."""
     calibrations: dict[str, str] = Field(default={})
-    """Aspect → the report of ``etude judge calibrate``, ``"@NAME"`` likewise."""
+    """Aspect → the report of ``etude judge calibrate``; ``"@NAME"`` stands for the text of a file beside the recipe."""
     min_agreement: float = Field(default=0.4, ge=-1, le=1)
-    """Least weighted kappa with people's labels, at the lower end of its 95 % interval: 0.4 is called moderate."""
+    """Least weighted kappa between judge and people's labels, at the lower end of its 95 % interval; 0.4 counts as
+    moderate agreement.
+    """
     allow_uncalibrated: bool = False
-    """Train with a judge whose agreement with people has not been measured."""
+    """True to train even with a judge whose agreement with people has not been measured."""
 
     @property
     def required_options(self) -> JudgeOptions:

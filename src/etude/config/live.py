@@ -22,17 +22,20 @@ class LiveConfig(Section):
     """``[live]``: training on users' sessions and their signals, one rollout per prompt."""
 
     groups_per_step: int = Field(default=0, ge=0)
-    """Live sessions per optimiser step (P_LIVE), each a group of one; 0: the run learns from none."""
+    """Live sessions per optimiser step (P_LIVE), each a group of one; 0: the run does not learn from users."""
     simulated_groups_per_step: int = Field(default=0, ge=0)
-    """Groups of simulated rollouts beside them (P_TRAIN), of ``rollouts.group_size`` each; 0: only live sessions."""
+    """Groups of simulated rollouts in the same step (P_TRAIN), of ``rollouts.group_size`` rollouts each; 0: only live
+    sessions.
+    """
     after_steps: int = Field(default=0, ge=0)
-    """Steps before users are served, with only simulated groups (``rollouts.groups_per_step``)."""
+    """Steps before users are served; they train on simulated groups only (``rollouts.groups_per_step``)."""
     baseline: Annotated[str, AfterValidator(LIVE_BASELINES)] = "control_variate"
-    """Baseline of a session's reward (``docs/live.md``): nothing; the mean of its template; of its user's day; similar
-    sessions; a value model; or the others' mean corrected by that model. Or a function of your own.
+    """Baseline that is subtracted from a session's reward (``docs/live.md``): nothing; the mean over the sessions of
+    its template; over its user's sessions of the day; over similar sessions; the prediction of a value model; or the
+    mean over the other sessions, corrected by that model. Or a function of your own.
     """
     history: int = Field(default=2048, ge=0)
-    """Newest sessions of earlier steps that a baseline may learn from."""
+    """Number of newest sessions of earlier steps from which a baseline may be computed."""
 
     @model_validator(mode="after")
     def _check_idle(self) -> Self:

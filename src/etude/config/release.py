@@ -1,4 +1,4 @@
-"""``[release]``: the way of a weight version to users, and back."""
+"""``[release]``: how a weight version gets to users, and how it is rolled back."""
 
 from typing import Literal, Self
 
@@ -13,22 +13,23 @@ class MetricConfig(Section):
     name: str = Field(default="reward", min_length=1)
     """``reward`` (the recipe's formula over signals), or a kind of signal: ``kept``, ``follow_up``, ``latency`` …"""
     direction: Literal["up", "down"] = "up"
-    """The better direction."""
+    """``up`` if a larger value is better, ``down`` if a smaller one is."""
     margin: float = Field(default=0.0, ge=0)
-    """Amount by which the mean over users may be worse, in the metric's unit. Of the metric: a release is promoted when
-    it is proven to be no worse than that; 0 asks for proof that it is better. Of a guardrail: it is rolled back when it
-    is proven to be worse than that.
+    """Amount by which the mean over users may be worse, in the metric's unit. In ``[release.metric]``: a release is
+    promoted once it is proven to be worse by less than this; with 0, once it is proven to be better. In a guardrail: it
+    is rolled back once it is proven to be worse by more than this.
     """
 
 
 class SuiteConfig(Section):
-    """``[[release.suites]]``: another evaluation of the gate: tasks of the product, or a judge's scores of them."""
+    """``[[release.suites]]``: a further evaluation of the gate: tasks of the product, or a judge's scores of them."""
 
     name: str = Field(pattern=r"^[a-z0-9-]+$")
     """Name of the suite, in evidence and file names."""
     recipe: str = Field(min_length=1)
-    """A recipe whose held-out ``[tasks]`` are tried with this run's harness; or the folder of a suite
-    (``docs/suites.md``), in the sandboxes that it names, scored by its own ``[reward]`` and ``[judge]`` if it has them.
+    """A recipe, whose held-out ``[tasks]`` are tried with this run's harness; or the folder of a suite
+    (``docs/suites.md``), which is tried in the sandboxes that it names, and scored by its own ``[reward]`` and
+    ``[judge]`` if it has them.
     """
     count: int = Field(default=64, ge=2)
     """Number of its tasks."""
@@ -44,7 +45,7 @@ class ReleaseConfig(Section):
     released. 0: nothing is released, and every caller of the gateway gets the newest weights.
     """
     engines: int = Field(default=2, ge=2, le=64)
-    """Engines for users, which hold only released versions and those on trial. At least two, since a canary needs one
+    """Engines for users; they hold only released versions and candidates. At least two, since a canary needs an engine
     of its own.
     """
     minimum_bar: float = Field(default=0.0, ge=0)
@@ -60,47 +61,50 @@ class ReleaseConfig(Section):
     paired 95 % interval must be above −``margin``.
     """
     suites: tuple[SuiteConfig, ...] = ()
-    """More evaluations: of the product's own tasks."""
+    """Further evaluations, such as of the product's own tasks."""
     max_cheating: float = Field(default=0.02, ge=0, le=1)
-    """Share of tries that look like cheating above which a candidate is rejected."""
+    """Largest share of tries with signs of cheating; above it a candidate is rejected."""
     max_cost_ratio: float = Field(default=2.0, gt=1)
-    """Most sampled tokens per task, relative to the released version: a candidate must be shown to need no more."""
+    """Most sampled tokens per task, relative to the released version: a candidate must be proven to need no more."""
     max_latency_ratio: float = Field(default=4.0, gt=1)
-    """Most seconds per task, relative to the released version, and of the shadow's calls, relative to the calls that
-    users waited for. Task times are wall-clock, and the released version may have been measured at another time: leave
-    room on a machine that does other work.
+    """Most seconds per task, relative to the released version; also most seconds per call of the shadow, relative to
+    the same calls of users. Task times are wall-clock, and the released version may have been measured at another time:
+    choose a larger ratio on a machine that does other work.
     """
     gate_timeout_s: float = Field(default=1800.0, gt=0)
-    """Seconds that one evaluation may take; then it is repeated, at most twice, and after that the candidate is
+    """Seconds that one evaluation may take. One that takes longer is repeated at most twice; then the candidate is
     rejected.
     """
     approvals: int = Field(default=0, ge=0, le=2)
-    """People who must approve a candidate after the gate, before any user meets it (``etude release approve``)."""
+    """People who must approve a candidate after the gate, before any user gets it (``etude release approve``)."""
     shadow_sessions: int = Field(default=0, ge=0)
-    """Calls of users that the candidate also answers, unseen, before the canary; 0: no shadow."""
+    """Shadow test before the canary: number of users' calls that the candidate answers as well, without showing its
+    answers to users; 0: no shadow test.
+    """
     shadow_share: float = Field(default=0.1, gt=0, le=1)
-    """Share of the calls that are shadowed, while only a few are in flight and the engine is idle enough."""
+    """Share of users' calls that are shadowed, while only a few of them are in flight and the engine is idle enough."""
     max_shadow_failures: float = Field(default=0.02, ge=0, le=1)
-    """Share of the shadow's calls that may fail."""
+    """Largest share of the shadow's calls that may fail."""
     canary_shares: tuple[float, ...] = (0.05, 0.25, 0.5)
-    """Shares of the users that meet a candidate, stage by stage; the last stage decides."""
+    """Shares of the users that get a candidate, stage by stage; the last stage decides."""
     min_sessions: int = Field(default=50, ge=1)
-    """Sessions of the canary before its share grows or anything is concluded."""
+    """Sessions that the canary needs before its share grows or anything is concluded."""
     min_users: int = Field(default=20, ge=4)
-    """Users of each arm before anything is concluded: variances of fewer are unreliable."""
+    """Users that each arm of the comparison needs before anything is concluded: with fewer, variances are unreliable.
+    """
     max_sessions: int = Field(default=5000, ge=1)
     """Sessions of the last stage after which an undecided candidate is rolled back."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
-    """Probability of each kind of false decision, over all looks, guardrails and stages together: to promote a version
-    that does not meet ``metric.margin``, or to roll back one that is no worse.
+    """Probability of each kind of wrong decision, over all interim looks, guardrails and stages together: to promote a
+    version that does not meet ``metric.margin``, or to roll back a version that is no worse.
     """
     metric: MetricConfig = MetricConfig()
     """The metric that decides."""
     guardrails: tuple[MetricConfig, ...] = ()
     """``[[release.guardrails]]``: metrics that must not get worse."""
     revert: bool = True
-    """True if the trainer loads the released weights again after a candidate was rejected or rolled back; not after one
-    that could not be measured, since nothing is proven against it.
+    """True if the trainer loads the released weights again after a candidate was rejected or rolled back. It keeps its
+    own if the candidate could not be measured, since nothing is proven against that one.
     """
 
     @property

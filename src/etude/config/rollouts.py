@@ -13,9 +13,9 @@ from etude.config.section import OptionsOf, Section
 DEFAULT_CONCURRENCY = 128
 """Rollouts in flight where the bound on staleness allows as many."""
 PLACEHOLDERS = ("prompt", "model", "temperature", "base_url", "workdir")
-"""Placeholders that a harness's command and its variables may have filled in, written ``{prompt}``."""
+"""Placeholders in a harness's command and variables, written as ``{prompt}``."""
 OF_CONTEXTS = ("summary_at_tokens", "summary_request", "max_tokens_per_summary", "max_summaries")
-"""Options that decide when and how a context starts anew."""
+"""Options that decide when and how a new context starts."""
 OF_SUMMARIES = ("summary_request", "max_tokens_per_summary")
 """The options among them about summaries."""
 
@@ -34,19 +34,19 @@ class CodingOptions(Section):
     usage: bool = False
     """True if the answer to a malformed call shows the syntax: ``bad call: edit FILE N``."""
     context: Literal["grow", "summary", "truncate"] = "grow"
-    """Reaction to a full context: the rollout ends; it starts anew from the task and a summary that the model writes;
-    or, for comparison, from the task and the last result only.
+    """Reaction to a full context. ``grow``: the rollout ends. ``summary``: a new context starts with the task and a
+    summary that the model writes. ``truncate``, for comparison: a new context starts with the task and the last result.
     """
     summary_at_tokens: int = Field(default=0, ge=0)
     """Tokens of a context, up to the end of the last reply, at which it counts as full. The result of the last action,
-    the request and the summary come on top: leave room for them in ``engine.max_length``.
+    the request for a summary and the summary follow: leave room for them in ``engine.max_length``.
     """
     summary_request: str = Field(default="Please summarize the conversation.", min_length=1)
-    """Request for a summary, after the result of the last action."""
+    """Text of the request for a summary, which follows the result of the last action."""
     max_tokens_per_summary: int = Field(default=256, ge=4)
-    """Sampled tokens of a summary; a longer one is truncated."""
+    """Most sampled tokens of a summary; a longer one is truncated."""
     max_summaries: int = Field(default=64, ge=1)
-    """Most times that the context of one rollout may start anew; the last one grows until it is full."""
+    """Most new contexts of one rollout; the last one grows until it is full."""
 
     @model_validator(mode="after")
     def _check_context(self) -> Self:
@@ -66,17 +66,19 @@ class CommandOptions(Section):
     command: tuple[str, ...] = ()
     """The program and its arguments, run without a shell; placeholders such as ``{prompt}`` are filled in."""
     environment: dict[str, str] = Field(default={})
-    """Its environment variables, with the same placeholders, beside those by which OpenAI's and Anthropic's clients
-    find a model.
+    """The program's environment variables, with the same placeholders. The variables by which OpenAI's and Anthropic's
+    clients find a model are set as well.
     """
     files: dict[str, str] = Field(default={})
-    """Its own files by name, mounted at ``/harness``; ``"@NAME"`` stands for the text of a file beside the recipe."""
+    """Files of the program, by name, mounted at ``/harness``; ``"@NAME"`` stands for the text of a file beside the
+    recipe.
+    """
     mounts: tuple[str, ...] = ()
-    """Folders that are mounted read-only at their own paths; their ``bin`` is on its ``PATH``. A virtual environment
-    brings its Python along.
+    """Folders that are mounted read-only at their own paths; their ``bin`` is on the program's ``PATH``. With a virtual
+    environment, its Python is mounted as well.
     """
     timeout_s: float = Field(default=240.0, gt=0)
-    """Seconds that it may take; then the rollout is graded as not submitted."""
+    """Seconds that the program may take; then the rollout is graded as not submitted."""
     success_codes: tuple[int, ...] = (0,)
     """Exit codes that mean a submission. Any other is graded as not submitted."""
 
@@ -110,7 +112,7 @@ class SingleTurnOptions(Section):
     """One call of the model, whose reply is the answer."""
 
     max_tokens_per_turn: int = Field(default=256, ge=1)
-    """Sampled tokens of the reply; a truncated one is no answer."""
+    """Most sampled tokens of the reply; a truncated reply is not an answer."""
     turn_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of the call, retries included."""
     system: str = ""
@@ -118,7 +120,7 @@ class SingleTurnOptions(Section):
 
 
 class ShellOptions(Section):
-    """An agent whose one tool is a shell: for any model that can write one."""
+    """An agent whose only tool is a shell, for any model that can write shell commands."""
 
     max_turns: int = Field(default=40, ge=1, le=4096)
     """Model calls per rollout."""
@@ -147,9 +149,9 @@ class OpenEnvHarnessOptions(Section):
     turn_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one model call, retries included."""
     step_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds that the server has for each of its answers."""
+    """Deadline of each answer of the server, in seconds."""
     wait_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that a rollout waits for a server whose sessions are all taken."""
+    """Seconds that a rollout waits for a server whose sessions are all in use."""
 
 
 HARNESSES = Registry(
@@ -184,19 +186,21 @@ class HarnessConfig(Section):
     """``[harness]``: the agent program around the model."""
 
     kind: Annotated[str, AfterValidator(HARNESSES)] = "coding"
-    """The built-in coding agent; an agent whose one tool is a shell, for models that were not made for the first; any
-    program that talks to a model over HTTP; a single call, whose reply is the answer;
-    ``verifiers`` and ``openenv`` are those of the families of that name, and the default there. Or a harness of your
-    own (``docs/extending.md``).
+    """``coding``: the built-in coding agent. ``shell``: an agent whose only tool is a shell, for models that were not
+    trained for the first. ``command``: any program that talks to a model over HTTP. ``single_turn``: one call, whose
+    reply is the answer. ``verifiers`` and ``openenv``: the default for the task families of those names. Or a harness
+    of your own (``docs/extending.md``).
     """
     options: Annotated[SerializeAsAny[Section], PlainValidator(HARNESS_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
-    """``[harness.options]``: limits of one session, and what else the kind alone has."""
+    """``[harness.options]``: limits of one session, and other keys of this kind."""
 
 
 def _default_concurrency(section: Mapping[str, Any]) -> int:
-    """Rollouts in flight where a recipe does not say: no more than can be; a key that is refused is no bound."""
+    """Default number of rollouts in flight: no more than the other keys allow. A key with an invalid value is ignored
+    here and refused later.
+    """
     sizes: list[int] = [section.get(key, DEFAULT_CONCURRENCY) for key in ("groups_per_step", "group_size")]
     return min(DEFAULT_CONCURRENCY, math.prod(sizes) * (int(section.get("max_staleness", 0)) + 1))
 
@@ -209,28 +213,28 @@ class RolloutConfig(Section):
     group_size: int = Field(default=8, ge=2, le=128)
     """Rollouts of each task (G)."""
     max_staleness: int = Field(default=2, ge=0)
-    """Weight versions that a trained token may be old (O); 0 is strictly synchronous."""
+    """Largest age of a trained token, in weight versions (O); 0 is strictly synchronous."""
     concurrency: int = Field(default_factory=_default_concurrency, ge=1)
     """Rollouts in flight (C). By default fewer than 128 if the staleness bound admits fewer: (O + 1) · P · G."""
     max_attempts: int = Field(default=4, ge=1)
-    """Attempts for one rollout slot before it counts as lost to infrastructure; a group that loses more than half is
-    dropped.
+    """Attempts for one rollout slot before it counts as lost to infrastructure; a group that loses more than half of
+    its rollouts is dropped.
     """
     max_resamples: int = Field(default=0, ge=0)
-    """Groups without a signal (all rewards alike) that may be dropped between two batches, with others sampled in their
-    place; 0: they count as groups of their step.
+    """Groups without a signal (all rewards equal) that may be dropped between two batches and replaced by new groups;
+    0: they count as groups of their step.
     """
     timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds that the commands of one agent may take together; then its work is graded as it stands. Waiting for the
-    model is not counted: ``[harness]`` limits what it samples.
+    """Seconds that all commands of one agent may take together; then its work so far is graded. Waiting for the model
+    is not counted: ``[harness]`` limits the sampled tokens.
     """
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline for opening a session and for making a sandbox; missing it, like those below, is an infrastructure
-    failure.
+    """Deadline for opening a session and for making a sandbox. A missed deadline is an infrastructure failure, as are
+    the deadlines of the keys below.
     """
     silence_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds without a call to the sandbox after which a harness counts as hung. The built-in one is always given the
-    time of all its model calls.
+    """Seconds without a call to the sandbox after which a harness counts as hung. The built-in harness always gets at
+    least the time of all its model calls.
     """
     grading_timeout_s: float = Field(default=900.0, gt=0)
     """Seconds that one grading may take beyond the limits of its task's verifier or tests: for making sandboxes, and
@@ -239,9 +243,9 @@ class RolloutConfig(Section):
     outage_s: float = Field(default=300.0, gt=0)
     """Seconds that a finished rollout waits for an unreachable judge, and an evaluation for an unreachable gateway."""
     max_outage_s: float = Field(default=0.0, ge=0)
-    """Seconds without a successful rollout, while some are tried, after which the run ends and says why; 0: never, the
-    run waits, says what is unreachable and since when, and goes on by itself. If no rollout has ever succeeded, a
-    minute is enough. The weight store may be unreachable for as long.
+    """Seconds without a successful rollout, while rollouts are tried, after which the run ends and says why. 0: it
+    never ends for this reason; it reports what is unreachable and since when, waits, and continues by itself. Before
+    the first rollout has succeeded, a minute is enough. The same limit holds for an unreachable weight store.
     """
 
     @property

@@ -156,7 +156,7 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> Pro
             MemoryPart(
                 name="reserve",
                 size_bytes=int(RESERVE_SHARE * passing),
-                words=f"{RESERVE_SHARE:.0%} of what a step gives back",
+                words=f"{RESERVE_SHARE:.0%} of the memory that a step frees",
                 lasts=False,
             ),
         ]
@@ -205,14 +205,14 @@ def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[M
         MemoryPart(
             name="gathered weights",
             size_bytes=copies,
-            words=f"outside of blocks, in float32, and {GATHERED_BLOCKS} blocks",
+            words=f"{GATHERED_BLOCKS} blocks, and all outside of blocks in float32",
             key="parallel.ep" if spec.experts else "",
             lasts=False,
         ),
         MemoryPart(
             name="unsharded gradients",
             size_bytes=unreduced,
-            words="of the same, until they are added up over all ranks",
+            words="of the gathered weights, until they are summed over all ranks",
             key="parallel.ep" if spec.experts else "",
             lasts=False,
         ),
@@ -291,7 +291,7 @@ def _native_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list
         MemoryPart(
             name="spare weights",
             size_bytes=weights if has_spare else 0,
-            words="into which an update is written",
+            words="an update is written into them",
             key="engine.options.spare_weights" if has_spare else "",
         ),
         MemoryPart(

@@ -55,7 +55,7 @@ def test_the_keys_of_a_recipe_are_explained(capsys: pytest.CaptureFixture[str]) 
     assert "[gateway]         The HTTP API between harnesses and engines.\n" in capsys.readouterr().out
     assert main(["config", "engine.max_running"]) == 0
     text = capsys.readouterr().out
-    assert "engine.max_running = 96\n    a whole number, ≥ 1\n    Sequences decoded together.\n" in text
+    assert "engine.max_running = 96\n    a whole number, ≥ 1\n    Most sequences that are decoded at a time.\n" in text
     assert "engine.port" not in text
     assert "'nonsense'" in fail(capsys, "config", "nonsense")
 
@@ -318,12 +318,12 @@ def test_tasks_of_a_folder_are_listed_with_their_side(capsys: pytest.CaptureFixt
         (["tasks", "check"], "check what?"),
         (["tasks", "build", "x", "--installer", "http://a"], "--installer and --model go together"),
         (["tasks", "check", "x", "--sandbox", "remote"], "--sandbox remote and --sandbox-url go together"),
-        (["sandboxes", "serve", "--clients", "x", "--sandboxes", "9"], "--clients FILE says what each may name"),
+        (["sandboxes", "serve", "--clients", "x", "--sandboxes", "9"], "--clients FILE sets the rights of each client"),
         (["sandboxes", "drain", "http://127.0.0.1:1"], "set ETUDE_SANDBOXES_KEY"),
         (["tasks", "ls", "no-such-folder"], "no-such-folder"),
     ],
 )
-def test_orders_that_cannot_be_carried_out_are_refused(
+def test_commands_with_wrong_options_are_refused(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

@@ -166,7 +166,7 @@ def test_a_shipped_recipe_is_found_by_its_name_anywhere(tmp_path: Path, monkeypa
     assert load_recipe(Path("self-summary")).name == "mine"
 
 
-def test_what_is_no_recipe_is_met_with_the_names_of_those_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_recipe_name_lists_the_recipes_that_exist(tmp_path: Path) -> None:
     for path in (Path("quickstrat"), tmp_path / "quickstart"):
         with pytest.raises(ConfigError, match=r"or a name of .*quickstart, "):
             load_recipe(path)

@@ -75,7 +75,7 @@ def test_what_production_needs_goes_back_and_is_free_once_rollouts_have_left_it(
 
 
 @pytest.mark.parametrize("facts", [load(3, waiting=1), load(3, p95_s=0.81), None])
-def test_when_production_waits_comes_near_its_bound_or_is_not_heard_of_all_goes_back(
+def test_all_engines_return_when_production_queues_nears_its_limit_or_stops_reporting(
     facts: ProductionLoad | None,
 ) -> None:
     table = LendingTable(NAMES, LIMITS)

@@ -102,7 +102,7 @@ def test_routes_need_a_folder() -> None:
         Recorder(None, SPACE)
 
 
-def test_kept_sets_are_stored_whether_or_not_routes_are_wanted(tmp_path: Path) -> None:
+def test_sampling_masks_are_recorded_with_and_without_routes(tmp_path: Path) -> None:
     turn = record(completion_of(sampling_mask=MASK), tmp_path, params=SamplingParams(max_tokens=3, top_p=0.9))
     back = Payloads(ObjectStore(str(tmp_path))).fetch([turn])[0].sampling_mask
     assert back is not None
@@ -139,7 +139,7 @@ def test_a_missing_or_misshapen_record_is_an_infrastructure_fault(
 
 
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=3, top_p=0.9), SamplingParams(max_tokens=3, top_k=5)])
-def test_a_cut_vocabulary_needs_its_kept_sets(tmp_path: Path, params: SamplingParams) -> None:
+def test_a_truncated_vocabulary_needs_its_sampling_masks(tmp_path: Path, params: SamplingParams) -> None:
     with pytest.raises(CaptureError, match="no sampling mask although top_p"):
         record(completion_of(), tmp_path, params=params)
 

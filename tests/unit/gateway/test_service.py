@@ -261,7 +261,7 @@ def test_calls_wait_for_a_place_and_go_in_order_of_arrival() -> None:
     asyncio.run(run())
 
 
-def test_who_waits_in_vain_is_told_when_to_come_back_and_leaves_the_line() -> None:
+def test_a_caller_whose_wait_times_out_gets_a_retry_time_and_leaves_the_queue() -> None:
     async def run() -> None:
         engine = EndlessEngine(ids_of("a"))
         async with bench(engine, places=1) as stage:

@@ -103,7 +103,7 @@ def test_rollouts_of_an_older_etude_are_catalogued_by_how_they_ended(old: Path) 
         assert len(archive.rollout(matches[0].rollout_id)[1].turns) == 1
 
 
-def test_who_only_reads_leaves_an_older_ledger_as_it_is_and_makes_none(old: Path) -> None:
+def test_a_reader_does_not_change_an_older_ledger_and_creates_none(old: Path) -> None:
     before = old.read_bytes()
     with pytest.raises(RunFolderError, match=r"ledger of version 2, which an older étude wrote.*etude run --resume"):
         Archive.open(old)

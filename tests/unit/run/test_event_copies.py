@@ -84,7 +84,7 @@ def test_a_missing_object_is_named(tmp_path: Path) -> None:
     assert first.endswith("trainer/000000000000.jsonl")
 
 
-def test_who_follows_a_run_has_the_events_of_processes_elsewhere_and_keeps_its_own(tmp_path: Path) -> None:
+def test_a_follower_gets_events_of_remote_processes_and_keeps_its_own(tmp_path: Path) -> None:
     store, (here, there) = ObjectStore("memory://"), (tmp_path / name for name in ("a", "b"))
     with EventLog(here, "supervisor") as own, EventDownloads(store, here):
         own.write(RunStarted(resumed=False))

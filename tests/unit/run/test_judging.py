@@ -59,7 +59,7 @@ def test_the_recipe_s_judge_is_the_one_that_was_calibrated() -> None:
         ("judge.min_agreement=0.99", "judge.min_agreement is 0.99"),
     ],
 )
-def test_a_judge_that_no_one_vouches_for_is_refused_unless_the_recipe_says_so(override: str, reason: str) -> None:
+def test_an_uncalibrated_judge_is_refused_unless_the_recipe_allows_it(override: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_judge(recipe(override))
     check_judge(recipe(override, "judge.allow_uncalibrated=true"))
@@ -233,7 +233,7 @@ def test_the_command_line_calibrates_checks_and_scores(tmp_path: Path, capsys: p
     assert main(["judge", "check", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert shown.count("; trusted;") == 2
-    assert "asked in 2 calls: " in shown
+    assert "2 calls: " in shown
     assert main(["judge", "check", str(tmp_path), "--set", "judge.options.max_tokens=99"]) == 2
     assert "not trusted" in capsys.readouterr().out
     assert main(["judge", "check", str(tmp_path), "--set", "judge.options.calls_per_rollout=1"]) == 2
@@ -271,7 +271,7 @@ def test_a_judge_of_hints_alone_is_asked_for_some_and_told_what_that_cost() -> N
     assert (result.passed, calls) == (True, 1)
     assert result.lines == [
         "hints: readable",
-        "asked in 1 calls: 1 tokens read, 1 written; 1e-05 at the recipe's prices",
+        "1 calls: 1 tokens read, 1 written; 1e-05 at the recipe's prices",
     ]
     result, calls = checked(lambda _question: "what?")
     assert (result.passed, calls) == (False, 2)
@@ -285,7 +285,7 @@ def test_a_check_that_would_ask_nothing_or_gets_no_answer_does_not_pass() -> Non
         "judge.options.model=m",
         "judge.options.timeout_s=0.3",
     ]
-    with pytest.raises(ConfigError, match="nothing that the judge is asked: write judge"):
+    with pytest.raises(ConfigError, match="asks its judge nothing: write judge"):
         check(default_recipe(no_one))
     with pytest.raises(ConfigError, match="nothing to calibrate"):
         calibrate_beside(default_recipe(no_one), RECIPE, [])

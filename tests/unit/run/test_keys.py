@@ -36,7 +36,7 @@ def test_a_key_that_can_be_guessed_is_refused_without_being_shown(
     assert "hunter2" not in str(error.value)
 
 
-def test_a_run_of_an_older_etude_is_told_how_its_secret_is_called_now(tmp_path: Path) -> None:
+def test_a_run_of_an_older_version_is_told_the_new_name_of_its_secret(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", RunConfig())
     (folder.path / RUN_KEY_FILE).rename(folder.path / "admin.key")
     with pytest.raises(RunFolderError, match=r"run\.key is missing, .*: mv .*admin\.key .*run\.key"):

@@ -224,9 +224,9 @@ def test_a_search_compares_splits_on_the_same_rollouts_and_says_which_it_cannot_
     assert tokens[0] == tokens[1]
     longer = other.longer_than(chosen)
     assert longer.low < longer.value < longer.high
-    assert ("not told apart" in other_words(other, longer)) == (longer.low <= 0 <= longer.high)
+    assert ("no proven difference" in other_words(other, longer)) == (longer.low <= 0 <= longer.high)
     same = chosen.longer_than(chosen)
-    assert same.value == 0 and "not told apart" in other_words(chosen, same)
+    assert same.value == 0 and "no proven difference" in other_words(chosen, same)
 
 
 @pytest.mark.parametrize("goal", ["steps", "steps=0", "usd=x", "time=3"])

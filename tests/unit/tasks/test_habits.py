@@ -66,7 +66,7 @@ def test_without_habits_every_call_can_be_read() -> None:
             assert message.role != "assistant" or not isinstance(tools.parse_call(message.content), tools.Malformed)
 
 
-def test_who_has_not_read_a_file_writes_stubs_into_it_and_who_has_writes_lines_of_its_names() -> None:
+def test_demonstrations_write_stubs_into_unread_files_and_real_lines_into_read_ones() -> None:
     edits = Counter[tuple[bool, bool]]()
     for session in sessions(read_first=0.5, stub=1.0, test_after=0.9, retry=0.9):
         has_read, lines = False, list[str]()

@@ -139,7 +139,7 @@ def test_an_index_that_cannot_be_reached_is_left_out_and_named(monkeypatch: pyte
     assert reachable("pip install -e .") == ("pip install -e .", [])
 
 
-def test_a_stranger_inherits_how_packages_are_fetched_and_nothing_else(
+def test_the_strangers_environment_has_only_the_package_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "src")

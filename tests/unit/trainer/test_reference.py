@@ -75,7 +75,7 @@ def test_the_policy_itself_is_no_way_from_its_reference_and_training_it_leaves_t
     assert make_trajectory(IDS, MASK, policy).logprobs.tolist() != trajectory.logprobs.tolist()
 
 
-def test_the_kept_set_is_the_references_too() -> None:
+def test_the_reference_uses_the_sampling_mask_too() -> None:
     """A token that was alone in its sampling mask is certain under both models."""
     policy, start = make_model(1), make_model(2)
     remaining = SamplingMask(offsets=np.array([0, 0, 0, 1, 2, 2, 3]), token_ids=np.array([9, 1, 2], np.int32))

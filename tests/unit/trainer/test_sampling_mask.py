@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 Sets = list[list[int]]
 
 
-def as_kept_sets(sets: Sets) -> SamplingMask:
+def as_sampling_mask(sets: Sets) -> SamplingMask:
     offsets = np.cumsum([0, *map(len, sets)])
     return SamplingMask(offsets=offsets, token_ids=np.array([token for one in sets for token in one], np.int32))
 
@@ -33,7 +33,7 @@ def make_trajectory(mask: list[bool], sets: Sets | None) -> Trajectory:
         temperatures=np.ones(length, np.float32),
         turn_starts=(),
         advantages=np.zeros(length, np.float32),
-        sampling_mask=None if sets is None else as_kept_sets(sets),
+        sampling_mask=None if sets is None else as_sampling_mask(sets),
     )
 
 
@@ -79,7 +79,7 @@ def test_entropy_is_that_of_what_was_sampled_from() -> None:
     temperatures = torch.tensor([1.0, 0.5, 0.0, 0.5, 1.0, 2.0], dtype=torch.float64)
     sets: Sets = [[], [], [1, 2], [0, 3, 6], [4], [2, 5]]
     expected = [plain_entropy(*case) for case in zip(logits.tolist(), temperatures.tolist(), sets, strict=True)]
-    remaining = as_kept_sets(sets)
+    remaining = as_sampling_mask(sets)
     tensors = MaskTensors(
         offsets_N1=torch.from_numpy(remaining.offsets), token_ids=torch.from_numpy(remaining.token_ids).long()
     )

@@ -1,4 +1,4 @@
-"""`etude suite build|fetch|refresh|contamination`: a suite out of histories, and its upkeep.
+"""`etude suite build|fetch|refresh|contamination`: builds a suite from repository histories, and maintains it.
 
     histories ──build──▶ suite.toml, records.jsonl, tasks, images        records ──fetch──▶ tasks, images
               ──refresh──▶ those that came since, by histories.json
@@ -96,7 +96,7 @@ async def build(options: SuiteBuild, provider: SandboxProvider, *, say: Say) -> 
 async def take_in(
     folder: Path, provider: SandboxProvider, *, changes: int | None = None, settings: Settings | None = None, say: Say
 ) -> None:
-    """Make tasks of the changes that came into a suite's histories since these were last tried, installing what was
+    """Make tasks from the changes that were added to a suite's histories since the last build, installing what was
     installed then; ``changes``: of so many of the newest ones instead, ``settings``: by these.
 
     Raises :class:`~etude.errors.ConfigError` for a history of which it is not known where its last build ended.
@@ -120,7 +120,7 @@ async def take_in(
 
 
 async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
-    """Make the tasks of a suite again out of its records; returns how many were made.
+    """Make the tasks of a suite again from its records; returns how many were made.
 
     Raises :class:`~etude.errors.DamagedError` for a history that has other files than when a task was validated.
     """
@@ -150,10 +150,10 @@ class Upkeep:
     retired: Mapping[str, Retirement]
     """Tasks that are no longer tried."""
     difficulties: Mapping[str, tuple[str, str]]
-    """Id → difficulty before and now, of those whose pass rate says another one."""
+    """Id → difficulty before and now, for tasks whose pass rate has changed it."""
 
     def lines(self) -> list[str]:
-        """It in words."""
+        """The changes in words, one line per task."""
         return [
             *(f"{task_id} retired: {each.reason}" for task_id, each in self.retired.items()),
             *(f"{task_id} is {now}, was {before}" for task_id, (before, now) in self.difficulties.items()),
@@ -163,8 +163,8 @@ class Upkeep:
 def refresh(
     folder: Path, results: Sequence[SuiteResults], traces: Traces | None, *, max_share: float, day: str
 ) -> Upkeep:
-    """Retire the tasks that tell nothing any more, set the difficulty of the others, and give the suite a new version
-    where any was retired; returns which.
+    """Retire tasks that measure nothing any more, set the difficulty of the others, and give the suite a new version if
+    any was retired; returns which.
     """
     tries: dict[str, list[bool]] = {}
     for each in (attempt for one in results for attempt in one.tries):

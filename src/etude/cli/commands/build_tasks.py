@@ -1,4 +1,4 @@
-"""`etude tasks build|check|ls`: repositories in, a folder of tasks out.
+"""`etude tasks build|check|ls`: builds a folder of tasks from repositories.
 
     fetch ──▶ prepare ──▶ propose ──▶ try, two at a time ──▶ tasks, log, report
 
@@ -66,7 +66,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildReport:
-    """A build in numbers, of all calls that went on with it."""
+    """Counts of a build, summed over all calls that continued it."""
 
     package: str
     version: str
@@ -125,7 +125,7 @@ async def try_all(
     options: BuildOptions,
     say: Say,
 ) -> None:
-    """Try candidates that have no verdict yet until there are tasks enough.
+    """Try candidates that have no verdict yet until there are enough tasks.
 
     Raises :class:`~etude.errors.SandboxError` when sandboxes keep failing.
     """
@@ -162,12 +162,12 @@ class _CandidateQueue:
         self._busy = 0
 
     def take(self) -> list[Candidate]:
-        """The next few, or none when there are tasks enough."""
+        """The next few candidates, or none when there are enough tasks."""
         return [self._waiting.pop() for _ in range(BATCH) if self._waiting] if self.open else []
 
     @property
     def open(self) -> bool:
-        """True if more tasks are wanted than there are, those counted that may become one now."""
+        """True if more tasks are needed than there are, counting the candidates in progress as tasks."""
         return self._accepted + self._busy < self._limit
 
     def begin(self) -> None:

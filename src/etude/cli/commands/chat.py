@@ -153,7 +153,7 @@ def chat(
         str, typer.Option(metavar="VAR", help=f"Variable with a key for it (default: {KEY_VARIABLE}).")
     ] = "",
 ) -> None:
-    """Talk with the newest weights, and see which version answered."""
+    """Chat with the newest weights, and see which version answered."""
     if run is not None and url is None:
         if key_env:
             raise ConfigError(f"--key-env {key_env} has no effect on a run, whose own key is used: leave it out")

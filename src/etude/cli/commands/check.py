@@ -1,6 +1,6 @@
-"""`etude check`: all that a recipe needs of this machine, tried before there is a run; `etude run` begins with it.
+"""`etude check`: tests whether this machine has all that a recipe needs. `etude run` begins with the same checks.
 
-Owns how it is shown. What is looked at is :mod:`etude.run.preflight`'s.
+Owns the output. The checks are in :mod:`etude.run.preflight`.
 """
 
 from collections.abc import Iterable
@@ -34,22 +34,22 @@ def check(
         Path | None, typer.Option(metavar="FILE", help="With --pretend: a fleet of such machines.")
     ] = None,
 ) -> None:
-    """See if a recipe can run here: what `etude run` checks first.
+    """Check whether a recipe can run here, as `etude run` does first.
 
-    All of it is tried before there is a run folder. With --pretend: which GPU each process has, memory, numerics.
+    No run folder is made. With --pretend: which GPU each process gets, memory, numerics.
     """
     config = load_recipe(recipe, overrides)
     if pretend:
         machines = load_fleet(fleet) if fleet else None
         show(check_pretended(config, GpuMachine.parse(pretend), machines), Console())
     elif fleet:
-        raise ConfigError("--fleet goes with --pretend; machines that are there: `etude doctor --fleet`")
+        raise ConfigError("--fleet needs --pretend; to check real machines, use `etude doctor --fleet`")
     else:
         show_ready(config, default_out(config), Console())
 
 
 def show_ready(config: RunConfig, out: Path, console: Console) -> None:
-    """Print what a new run at ``out`` needs, a line each as it was found.
+    """Print what a new run at ``out`` needs, one line per check as it ends.
 
     Raises :class:`~etude.errors.UserError` for what is missing.
     """

@@ -13,13 +13,13 @@ from etude.config.keys import RecipeKey, Table, count_keys, find, tables
 from etude.errors import ConfigError
 
 MAX_WIDTH = 100
-"""Columns of the terminal that are used; longer lines are tiring."""
+"""Most columns of the terminal that are used; longer lines are hard to read."""
 PAGE_HEAD = """# Keys of a recipe
 
-{} keys, and {} options of single families and kinds, which other ones refuse. A key without a default is required.
-`--set SECTION.KEY=VALUE` overrides a recipe for one run, and `etude run RECIPE --dry-run` prints what one comes to. In
-the terminal, `etude config SECTION` explains the keys of a section and `etude config WORD` those that speak of
-something. This page is what `etude config --markdown` prints; a test holds it to that.
+{} keys, and {} options that belong to one family or kind; any other refuses them. A key without a default is required.
+`--set SECTION.KEY=VALUE` overrides a recipe for one run, and `etude run RECIPE --dry-run` prints the resolved recipe.
+In the terminal, `etude config SECTION` explains the keys of a section, and `etude config WORD` the keys whose name or
+meaning contains a word. `etude config --markdown` prints this page; a test compares the two.
 """
 
 
@@ -72,7 +72,7 @@ def _overview() -> Iterator[str]:
     yield from (f"{key.path:<18}{_first_sentence(key.meaning)}" for table in every[:1] for key in table.keys)
     yield from (f"{table.title:<18}{_first_sentence(table.meaning)}" for table in every[1:])
     yield ""
-    yield "etude config SECTION explains its keys, etude config WORD those that speak of something."
+    yield "etude config SECTION explains the keys of a section, etude config WORD those that contain a word."
     yield "etude run RECIPE --dry-run prints the resolved recipe."
 
 
@@ -88,7 +88,7 @@ def _explained(explained: Iterable[Table]) -> Iterator[str]:
             yield from _wrapped(f"{table.title} {table.meaning}", "")
         for key in table.keys:
             yield ""
-            yield f"{key.path} = {key.default}" if key.default else f"{key.path}, which has to be there"
+            yield f"{key.path} = {key.default}" if key.default else f"{key.path} (required)"
             yield from _wrapped(key.takes, "    ")
             yield from _wrapped(key.meaning, "    ")
 

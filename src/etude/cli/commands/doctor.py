@@ -1,7 +1,7 @@
-"""`etude doctor`: the parts that work on this machine, and the agreement of engine and trainer.
+"""`etude doctor`: checks which parts work on this machine, and whether engine and trainer agree.
 
-Owns what is looked at and how it is shown. How the two sides are compared is :mod:`etude.run.parity`'s; all that one
-recipe needs is `etude check`'s.
+Owns the checks of the machine and the output. Engine and trainer are compared by :mod:`etude.run.parity`; `etude check`
+checks the needs of one recipe.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.tokens.jinja import call_support
 
 NOT_TRIED = ("qemu", "remote")
-"""Kinds of sandbox that would boot a machine, or need a server."""
+"""Kinds of sandbox that are not tried, since they would boot a machine or need a server."""
 SANDBOX_NEEDS = (Capability.CONFINED, Capability.NETWORK_OFF, Capability.PROCESSES_APART)
-"""Capabilities that programs of a model need around them."""
+"""Capabilities that a sandbox needs to run a model's programs."""
 
 
 app = group()
@@ -60,19 +60,20 @@ def doctor(
     run: Annotated[
         str | None,
         typer.Option(
-            metavar="RUN", help="A run folder or its URL: its newest weights and numerics; with --fleet, its processes."
+            metavar="RUN",
+            help="A run folder or URL. With --parity: compare its newest weights; with --fleet: check its processes.",
         ),
     ] = None,
     fleet: Annotated[
         Path | None,
-        typer.Option(metavar="FLEET", help="Try the stores, clocks, keys and gateways of a fleet's regions."),
+        typer.Option(metavar="FLEET", help="Check the stores, clocks, keys and gateways of a fleet's regions."),
     ] = None,
     overrides: Overrides,
 ) -> int:
-    """See what works on this machine or on a fleet, and if engine and trainer agree."""
+    """Check what works on this machine or fleet, and whether engine and trainer agree."""
     if fleet is not None:
         if parity or model is not None or overrides:
-            raise ConfigError("--fleet goes with --run alone: it looks at places, and computes nothing")
+            raise ConfigError("--fleet can be combined with --run only: it compares no engine with a trainer")
         return show_fleet(load_fleet(fleet), None if run is None else open_run_folder(run, writes=False), Console())
     ignored = [name for name, value in {"model": model, "run": run, "set": overrides}.items() if value]
     if ignored and not parity:
@@ -107,7 +108,7 @@ def show_machine(console: Console) -> None:
 
 
 def show_fleet(fleet: FleetConfig, folder: RunFolder | None, console: Console) -> int:
-    """Print what is found about the places of a fleet, line by line; returns the exit status."""
+    """Print each finding about a fleet, one per line; returns the exit status."""
 
     async def show() -> bool:
         sound = True
@@ -121,12 +122,12 @@ def show_fleet(fleet: FleetConfig, folder: RunFolder | None, console: Console) -
 
 
 def examine() -> list[MachineFinding]:
-    """Look at the machine: some seconds at most, nothing is left behind."""
+    """Check the machine, in a few seconds and without leaving files behind."""
     machine = describe_machine()
     kib = {name: words.split()[0] for name, _, words in (line.partition(":") for line in _meminfo())}
     free_gib = int(kib.get("MemAvailable", 0)) / 2**20
     return [
-        MachineFinding(name="processor", works=True, words=f"{machine['processor']}, {machine['cores']} cores for us"),
+        MachineFinding(name="processor", works=True, words=f"{machine['processor']}, {machine['cores']} usable cores"),
         MachineFinding(name="memory", works=True, words=f"{machine['memory_gib']} GiB, {free_gib:.1f} of them free"),
         MachineFinding(name="disk", works=True, words=f"{formatting.size(shutil.disk_usage('.').free)} free here"),
         MachineFinding(
@@ -135,12 +136,14 @@ def examine() -> list[MachineFinding]:
         *_sandboxes(),
         _kernels(),
         _cuda(),
-        _package("vllm", "the engine of etude.engines.vllm.engine; it may live in an environment of its own"),
+        _package("vllm", "needed for engine.kind = 'vllm'; it may be in a Python environment of its own"),
     ]
 
 
 def show_calls(checkpoint: Path, console: Console) -> bool:
-    """Print how the tool calls of a checkpoint's chat template are read; ``False`` if it writes some and none is."""
+    """Print how the tool calls of a checkpoint's chat template are read; ``False`` if the template writes calls that
+    étude cannot read.
+    """
     calls = call_support(checkpoint)
     words = (
         calls.problem
@@ -156,7 +159,7 @@ def _meminfo() -> list[str]:
 
 
 def _sandboxes() -> list[MachineFinding]:
-    """Each kind of sandbox, tried; but no virtual machine is booted."""
+    """Try each kind of sandbox, but boot no virtual machine."""
     kinds = [SandboxConfig(kind=kind) for kind in PROVIDERS.builtins if kind not in NOT_TRIED]
     return [
         *(_tried(config.kind, partial(open_kind, config, base_store(config))) for config in kinds),
@@ -165,7 +168,7 @@ def _sandboxes() -> list[MachineFinding]:
 
 
 def _tried(kind: str, make: Callable[[], SandboxProvider]) -> MachineFinding:
-    """The capabilities of a provider on this machine, or why it has none."""
+    """Try a provider: its capabilities on this machine, or the reason why it has none."""
 
     async def ask() -> frozenset[Capability]:
         sandboxes = make()
@@ -193,12 +196,12 @@ def _virtual_machines() -> MachineFinding:
     except ConfigError as error:
         return MachineFinding(name=name, works=False, words=str(error))
     return MachineFinding(
-        name=name, works=True, words="programs and base system are here; whether KVM works is tried at the first boot"
+        name=name, works=True, words="programs and base system are installed; KVM is tested at the first boot only"
     )
 
 
 def _kernels() -> MachineFinding:
-    """Compile, or find compiled, and run the product of the invariant arithmetic."""
+    """Compile the invariant arithmetic's matrix product, or load it from the cache, and run it."""
     ones = torch.ones(4, 8)
     right = bool((InvariantArithmetic().linear(ones, ones) == 8).all())
     return MachineFinding(name="numba", works=right, words=f"{version('numba')}, kernels compile and run")
@@ -207,7 +210,7 @@ def _kernels() -> MachineFinding:
 def _cuda() -> MachineFinding:
     if not torch.cuda.is_available():
         return MachineFinding(
-            name="cuda", works=False, words=f"no device for torch {torch.__version__}; everything runs on CPUs, too"
+            name="cuda", works=False, words=f"torch {torch.__version__} finds no GPU; everything runs on CPUs, too"
         )
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return MachineFinding(name="cuda", works=True, words=", ".join(names))

@@ -1,9 +1,9 @@
-"""`etude eval`: versions of runs tried on the held-out tasks, and their figures as tables or JSON.
+"""`etude eval`: evaluates versions of runs on the held-out tasks and prints the figures as tables or JSON.
 
     a version ──▶ tries ──▶ figures ──▶ a table, or JSON          two versions ──▶ … ──▶ and the difference of both
 
-Owns that and the progress on the way. Tries are :mod:`etude.run.evaluate`'s, figures
-:mod:`etude.dashboard.evaluation`'s.
+Owns the options, the output and the progress bar. Tries are made by :mod:`etude.run.evaluate`, figures by
+:mod:`etude.dashboard.evaluation`.
 """
 
 import contextlib
@@ -58,12 +58,12 @@ def evaluate_version(
         tuple[float, float, float] | None,
         typer.Option(
             metavar="READ CACHED SAMPLED",
-            help="Prices of a million tokens: new prompt tokens, those that an earlier turn had, sampled ones.",
+            help="Prices of a million tokens: new prompt tokens, prompt tokens of an earlier turn, sampled tokens.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Try a weight version of a run on the held-out tasks, or compare two."""
+    """Evaluate a weight version of a run on the held-out tasks, or compare two."""
     folder = open_run_folder(run)
     ks = tuple(numbers("--k", k)) if k else tuple(sorted({1, passes}))
     if max(ks) > passes:
@@ -90,7 +90,7 @@ def measure_run(folder: RunFolder, request: EvalRequest, measure: Measure, *, as
 
 
 def compare_runs(folder: RunFolder, against: str, request: EvalRequest, measure: Measure, *, as_json: bool) -> None:
-    """Try two versions and print what the run's has over the one it is set ``against``.
+    """Evaluate two versions and print the difference of the run's version to ``against``.
 
     Raises :class:`~etude.errors.UserError`.
     """
@@ -106,7 +106,7 @@ def compare_runs(folder: RunFolder, against: str, request: EvalRequest, measure:
 
 
 def parse_against(text: str, folder: RunFolder) -> tuple[RunFolder, int | None]:
-    """``3`` as a version of this run; ``RUN`` or ``RUN:3`` as one of another, the newest unless it is said.
+    """Parse ``3`` as a version of this run, ``RUN:3`` as a version of another run, and ``RUN`` as its newest.
 
     Raises :class:`~etude.errors.UserError` where there is no such run.
     """

@@ -1,6 +1,6 @@
-"""`etude feedback`: what is kept of a product's users, who asked for what, and deletion.
+"""`etude feedback`: shows, exports and deletes the stored data of a product's users.
 
-Owns what is printed. Users are named as the product names them, or by pseudonym, which is what is kept and shown.
+Owns the output. A user is named as the product names them, or by the pseudonym, which alone is stored and shown.
 """
 
 import re
@@ -29,7 +29,9 @@ from etude.run.working_folder import open_run_folder
 COMMAND = "etude feedback"
 """Its name in the audit log."""
 Run: TypeAlias = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")]
-User: TypeAlias = Annotated[str, typer.Option(metavar="NAME", help="A user, as the product says, or the pseudonym.")]
+User: TypeAlias = Annotated[
+    str, typer.Option(metavar="NAME", help="A user, by the product's name for them or by the pseudonym.")
+]
 
 app = group()
 
@@ -40,7 +42,7 @@ def process(
     *,
     run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run whose feedback process this is.")] = "",
 ) -> None:
-    """See and delete what is kept of a product's users."""
+    """Show, export and delete the stored data of a product's users."""
     if context.invoked_subcommand is None:
         if not run:
             raise ConfigError("etude feedback needs a command, such as `etude feedback status RUN`, or --run RUN")
@@ -49,7 +51,7 @@ def process(
 
 @app.command()
 def status(run: Run) -> None:
-    """Count sessions and signals, by what became of them, and list requests for deletion."""
+    """Count sessions and signals by their state, and list requests for deletion."""
     with open_feedback(RunFolder.open(run, writes=False)) as store:
         counts, requests = store.counts(), store.privacy.requests()
     table = light_table("what", "number")
@@ -67,9 +69,9 @@ def delete(
     user: User = "",
     session: Annotated[str, typer.Option(metavar="ID", help="One session, by its id.")] = "",
 ) -> None:
-    """Delete all that is kept of a user or a session, and name the weight versions that were trained on some of it."""
+    """Delete all data of a user or a session, and name the weight versions that were trained on any of it."""
     if bool(user) == bool(session):
-        raise UserError("etude feedback delete: say either --user NAME or --session ID")
+        raise UserError("etude feedback delete: give either --user NAME or --session ID")
     folder = RunFolder.open(run)
     with open_feedback(folder) as store, open_ledger(folder) as ledger, open_releases(folder) as releases:
         user = _pseudonym(folder, user)
@@ -79,14 +81,14 @@ def delete(
     console().print(_request_table([request]))
     if request.done_at is None:
         print(
-            "A training step is computing with some of it. The run finishes this request once the step is committed; "
-            "if it does not run, give this command again."
+            "A training step is using some of this data. The run finishes the request once the step is committed; "
+            "if the run is stopped, repeat this command."
         )
 
 
 @app.command()
 def export(run: Run, user: User) -> None:
-    """Print what is kept of a user, a session a line, as JSON: what a person may ask to see."""
+    """Print all data of a user as JSON, one session per line, for a user who asks to see it."""
     folder = RunFolder.open(run)
     with open_feedback(folder) as store:
         user = _pseudonym(folder, user)
@@ -97,7 +99,7 @@ def export(run: Run, user: User) -> None:
 
 @app.command()
 def audit(run: Run) -> None:
-    """Print the audit log: who did what with what is kept of users."""
+    """Print the audit log: who did what with users' data."""
     with open_feedback(RunFolder.open(run, writes=False)) as store:
         entries = store.privacy.audit_log()
     table = light_table("at", "by", "action", "of", "detail")
@@ -107,7 +109,7 @@ def audit(run: Run) -> None:
 
 
 def _pseudonym(folder: RunFolder, user: str) -> str:
-    """The pseudonym of a user, who may be named by it."""
+    """The pseudonym of a user; a pseudonym is returned unchanged."""
     if not user or re.fullmatch(rf"[0-9a-f]{{{PSEUDONYM_DIGITS}}}", user):
         return user
     return pseudonym(folder.key(KeyRole.USERS), user)

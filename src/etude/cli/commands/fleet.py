@@ -1,4 +1,4 @@
-"""`etude fleet`: the machines of a run: files for clusters that keep processes themselves, changes, status."""
+"""`etude fleet`: the machines of a run: files for clusters that restart processes themselves, changes, status."""
 
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -34,12 +34,12 @@ def render(
     recipe: RecipePath,
     *,
     launcher: Annotated[
-        Literal["kubernetes", "slurm"] | None, typer.Option(help="Default: the one that the fleet names.")
+        Literal["kubernetes", "slurm"] | None, typer.Option(help="Kind of cluster (default: the fleet's launcher).")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to create.")] = Path("manifests"),
     overrides: Overrides,
 ) -> None:
-    """Write the files by which a cluster starts and keeps the processes of a run, and change nothing anywhere."""
+    """Write the files with which a cluster starts and restarts the processes of a run. Nothing is started."""
     config, machines = load_recipe(recipe, overrides), load_fleet(fleet)
     kind = launcher or machines.launcher
     if kind not in RENDERED:
@@ -61,22 +61,22 @@ def render(
 
 @app.command()
 def apply(fleet: FleetPath, *, run: Run) -> None:
-    """Change what is to run: numbers and resources of a fleet's processes; each region follows within seconds."""
+    """Change the number and resources of a fleet's processes; each region follows within seconds."""
     machines, folder = load_fleet(fleet), open_run_folder(run)
     check_change(folder, machines)
     if not fleet_objects(folder).generation():
-        raise ConfigError(f"{folder.name} is not that far: its regions begin when mid-training is over, try again then")
+        raise ConfigError(f"the regions of {folder.name} start after mid-training: repeat this command then")
     generation, desired = change_fleet(folder, machines)
     print(f"generation {generation} of the fleet: {len(desired.specs)} processes in {len(machines.regions)} regions")
 
 
 @app.command()
 def status(*, run: Run) -> None:
-    """Show what is to run and what is seen, as the supervisor of each region wrote it into its store."""
+    """Show the desired and the observed processes, as the supervisor of each region wrote them into its store."""
     folder = open_run_folder(run, writes=False)
     home = fleet_objects(folder)
     if not (generation := home.generation()):
-        raise ConfigError(f"{folder.name} is not on a fleet, or not that far: `etude run` shows its processes")
+        raise ConfigError(f"{folder.name} has no fleet, or has not started it yet: `etude run` shows its processes")
     desired = home.desired(generation)
     table = light_table("name", "region", "machine", ">pid", ">MB", "state")
     for region in desired.fleet.regions:
@@ -106,30 +106,32 @@ def drain(
     run: Run,
     undo: Annotated[bool, typer.Option("--undo", help="Allow it to be placed again.")] = False,
 ) -> None:
-    """Let a process end, and not be placed again: its machine is wanted for something else."""
+    """Stop a process and do not place it again, to free its machine for something else."""
     try:
         process = ProcessName.parse(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if process.command == "train":
-        raise ConfigError("a run makes no progress without its trainer: stop it instead, --resume continues")
+        raise ConfigError("a run makes no progress without its trainer: stop the run instead; --resume continues it")
     objects = fleet_objects(open_run_folder(run), process.region)
     if undo:
         objects.undrain(name)
-        print(f"{name} is placed again within seconds by the supervisor of the run")
+        print(f"the run's supervisor will place {name} again within seconds")
     else:
         objects.drain(name)
-        print(f"{name} is stopped within seconds; undo it with: {own_name()} fleet drain {name} --run {run} --undo")
+        print(f"{name} will stop within seconds; undo with: {own_name()} fleet drain {name} --run {run} --undo")
 
 
 @app.command("run")
-def run_region(*, run: Run, region: Annotated[str, typer.Option(help="The region; home is `etude run`'s.")]) -> None:
-    """Keep the processes of one region, beside its own cluster, as home's desired state says, until told to stop."""
+def run_region(
+    *, run: Run, region: Annotated[str, typer.Option(help="The region; `etude run` itself supervises home.")]
+) -> None:
+    """Supervise the processes of one region, in that region, until stopped. The home region says what is to run."""
     keep_region(run, region, print)
 
 
 def _run_url(fleet: FleetConfig, file: Path) -> str:
-    """The place of the run, which all machines reach."""
+    """The URL of the run, which all machines can reach."""
     if not fleet.home_region.store:
         raise ConfigError(f"{file}: regions: {fleet.home} has no store: machines that share nothing else need an "
                           f"object store for the run, such as store = 's3://BUCKET/runs/NAME'")  # fmt: skip

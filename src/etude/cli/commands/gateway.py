@@ -1,4 +1,4 @@
-"""`etude gateway`: the gateway of a run, or one alone in front of any engines."""
+"""`etude gateway`: the gateway of a run, or a gateway without a run in front of any engines."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def gateway(
             metavar="URL[@REGION]",
             default_factory=list,
             show_default=False,
-            help="An engine as `etude serve` serves it, or several; a vLLM's own port speaks OpenAI's API and is none.",
+            help="URL of an engine of `etude serve`; may be repeated. A vLLM server's own port is not one.",
         ),
     ],
     port: Annotated[int | None, typer.Option(help="Port to listen on (default: any that is free).")] = None,
@@ -58,7 +58,7 @@ def gateway(
         ),
     ],
 ) -> None:
-    """Serve the gateway of a run, or one alone in front of any engines."""
+    """Serve the gateway of a run, or a gateway without a run in front of your engines."""
     named = {"port": port, "keys": keys, "tls_cert": tls_cert, "tls_key": tls_key}
     others = {"engine": engine, "payloads": payloads, "access_log": access_log, "set": overrides, "model": model}
     if run is not None:
@@ -74,7 +74,7 @@ def gateway(
     if model is None:
         raise ConfigError("which gateway? give --run RUN, or --model DIR and --engine http://HOST:PORT")
     if not engine:
-        raise ConfigError("which engines? give --engine http://HOST:PORT, as often as there are any")
+        raise ConfigError("which engines? give --engine http://HOST:PORT, once for each")
     given = {
         name: value if isinstance(value, int) else str(value) for name, value in named.items() if value is not None
     }

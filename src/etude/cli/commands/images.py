@@ -23,7 +23,7 @@ def build(
         list[str], typer.Option(default_factory=list, show_default=False, help="One more package; may be repeated.")
     ],
 ) -> None:
-    """Build a base system, with kernel, from Debian's packages."""
+    """Build a base system with a kernel from Debian packages."""
     base = build_base(ImageStore(), BaseRecipe(name=name, packages=tuple(package)))
     OUT.out(f"{base.name}: {len(base.packages)} packages in {base.folder}")
 
@@ -37,9 +37,9 @@ def add(
         ),
     ],
     *,
-    name: Annotated[str, typer.Option(help="Another name of it.")] = "",
+    name: Annotated[str, typer.Option(help="Another name for the image.")] = "",
 ) -> None:
-    """Fetch or build an image of a container: podman and skopeo do, with the user's own settings."""
+    """Fetch or build a container image, by podman or skopeo with your own settings."""
     image = add_image(ImageStore(), source, name=name)
     OUT.out(f"{image.digest}: {len(image.layers)} layers, user {image.user.uid}, in {image.workdir}")
 
@@ -58,7 +58,7 @@ def list_images() -> None:
 
 @app.command("rm")
 def remove(name: str) -> None:
-    """Remove a base system or an image, and layers that nothing needs any more."""
+    """Remove a base system or an image, and the layers that nothing else uses."""
     store = ImageStore()
     if name in store.bases:
         remove_base(store, name)

@@ -1,4 +1,4 @@
-"""``etude judge``: looks at the judge of a recipe or a suite from the command line, without a run.
+"""`etude judge`: tests and calibrates the judge of a recipe or a suite, without a run.
 
 Owns what is asked and how it is shown. How a judge is put together is :mod:`etude.run.judging`'s.
 """
@@ -56,7 +56,7 @@ app = group()
 
 @app.command("check")
 def check_command(recipe: RecipePath, *, overrides: Overrides) -> int:
-    """See if it answers, what it costs, and if a run would trust it."""
+    """Check whether the judge answers, what it costs, and whether a run would trust it."""
     report = check(_recipe(recipe, overrides))
     print("\n".join(report.lines))
     return 0 if report.passed else ExitCode.USER_ERROR
@@ -68,11 +68,11 @@ def calibrate_command(
     *,
     aspect: Annotated[
         list[str],
-        typer.Option(default_factory=list, show_default=False, help="An aspect of its rubrics (default: all)."),
+        typer.Option(default_factory=list, show_default=False, help="An aspect that has a rubric (default: all)."),
     ],
     overrides: Overrides,
 ) -> None:
-    """Have labelled texts judged; write the report beside the rubrics."""
+    """Compare the judge with people's labels of some texts, and write the report beside the rubrics."""
     config = _recipe(recipe, [*overrides, NO_CALIBRATIONS])
     for name in aspect:
         _check_aspect(config, name)
@@ -85,12 +85,12 @@ def calibrate_command(
 def score(
     recipe: RecipePath,
     *,
-    aspect: Annotated[str, typer.Option(help="An aspect of its rubrics.")],
+    aspect: Annotated[str, typer.Option(help="An aspect that has a rubric.")],
     task: Annotated[Path, typer.Option(metavar="FILE", help="The task that was given.")],
     work: Annotated[Path, typer.Option(metavar="FILE", help="The work that is judged.")],
     overrides: Overrides,
 ) -> None:
-    """Have one text judged; prints the judgement as JSON."""
+    """Judge one text and print the judgement as JSON."""
     config = _recipe(recipe, [*overrides, NO_CALIBRATIONS])
     _check_aspect(config, aspect)
     judged = JudgeInput(task=_read("--task", task), work=_read("--work", work))
@@ -150,7 +150,7 @@ def check(config: RunConfig) -> JudgeCheck:
     there is nothing to ask, and for what a run would refuse of its budget.
     """
     if not (config.judge.rubrics or config.hints.judge):
-        raise ConfigError("there is nothing that the judge is asked: write judge.rubrics, or set hints.judge = true")
+        raise ConfigError("the recipe asks its judge nothing: write judge.rubrics, or set hints.judge = true")
     check_budget(config)
     answers = asyncio.run(_query_judge(config, dict.fromkeys(config.judge.rubrics, SAMPLE), hints=config.hints.judge))
     calibrations, pins = calibrations_of(config.judge), judge_fingerprints(config)
@@ -211,9 +211,7 @@ async def _query_judge(config: RunConfig, inputs: Mapping[str, JudgeInput], *, h
 def _costs(answers: _Answers, config: JudgeConfig) -> str:
     spent, has_prices = answers.spent, any(config.required_options.prices)
     money = f"{answers.cost:g} at the recipe's prices" if has_prices else "the recipe has no prices"
-    return (
-        f"asked in {spent.calls} calls: {spent.prompt_tokens} tokens read, {spent.completion_tokens} written; {money}"
-    )
+    return f"{spent.calls} calls: {spent.prompt_tokens} tokens read, {spent.completion_tokens} written; {money}"
 
 
 def _figures(calibration: Calibration) -> list[str]:

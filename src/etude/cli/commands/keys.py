@@ -1,7 +1,7 @@
-"""`etude keys`: the keys of a gateway, kept in a file of digests, and those that a run derives from its own.
+"""`etude keys`: the keys of a gateway, stored in a file as digests, and the keys that a run derives from its secret.
 
-Owns what is printed. A secret is shown once, by the command that makes it; a gateway that was started with the file
-learns of a change within a second.
+Owns the output. A secret is shown once, by the command that makes it. A gateway that was started with the file reads a
+change within a second.
 """
 
 import sys
@@ -32,15 +32,15 @@ def add(
     file: KeyPath,
     *,
     scope: Annotated[
-        Literal["production", "feedback", "admin"], typer.Option(help="Calls that it may make.")
+        Literal["production", "feedback", "admin"], typer.Option(help="Which calls the key allows.")
     ] = "production",
     product: Annotated[
         str, typer.Option(metavar="KEY", help="Id of the production key whose sessions a feedback key may name.")
     ] = "",
     consent: Annotated[
-        Literal["train", "none"], typer.Option(help="Consent of its users if a call has none.")
+        Literal["train", "none"], typer.Option(help="Consent of the key's users to training, unless a call states it.")
     ] = "none",
-    label: Annotated[str, typer.Option(help="A note on its use.")] = "",
+    label: Annotated[str, typer.Option(help="A note about the key.")] = "",
     requests_per_minute: PerMinute = None,
     tokens_per_minute: PerMinute = None,
     expires_s: Annotated[float | None, typer.Option(help="Seconds until the key expires (default: never).")] = None,
@@ -75,8 +75,8 @@ def _expiry(key: Key, now: float) -> str:
 
 
 @app.command()
-def revoke(file: KeyPath, key: Annotated[str, typer.Argument(help="Its id, or the beginning of it.")]) -> None:
-    """Take a key out, by its id or a beginning that no other has."""
+def revoke(file: KeyPath, key: Annotated[str, typer.Argument(help="The key's id, or the beginning of it.")]) -> None:
+    """Revoke a key, by its id or a beginning that no other id has."""
     try:
         KeyFile(file, SystemClock().now()).revoke(key)
     except ValueError as error:
@@ -88,10 +88,10 @@ def derive(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     role: Annotated[
         Literal["engine", "product", "admin", "release"],
-        typer.Argument(help="Calls to its engines; its product's; administration; rollbacks in the page."),
+        typer.Argument(help="For calls to engines; calls of the product; administration; rollbacks in the page."),
     ],
 ) -> None:
-    """Print a key of a run: what its engines want, or what its gateways are administered with."""
+    """Print a key of a run, for its engines, its product, its administration or its releases."""
     print(RunFolder.open(run, writes=False).key(KeyRole(role)))
 
 
@@ -105,14 +105,14 @@ def add_key(
 ) -> tuple[str, str]:
     """Make a key with limits of requests and tokens per minute.
 
-    ``users`` is the id of the production key whose users it reports on, and the consent of its own where a call says
-    nothing.
+    ``users``: the id of the production key whose users a feedback key reports on, and whether users of a production
+    key consent to training if a call states nothing.
 
     Returns its id and its secret, which is stored nowhere. Raises :class:`~etude.errors.UserError`.
     """
     product, consent = users
     if expires_s is not None and expires_s <= 0:
-        raise UserError(f"--expires-s {expires_s:g}: the key would be dead already")
+        raise UserError(f"--expires-s {expires_s:g}: the key would have expired already; give a number above 0")
     if bool(product) != (scope == Scope.FEEDBACK):
         raise UserError("--product KEY goes with --scope feedback: the production key whose sessions it may name")
     if consent and scope != Scope.PRODUCTION:

@@ -1,7 +1,8 @@
-"""`etude live`: a recipe's whole loop with users: simulated RL to the minimum bar, then learning from signals, behind a
-gate.
+"""`etude live`: a recipe's whole loop with users.
 
-    etude run of the same recipe: the processes follow from it. Here it is checked that there are users to learn from.
+Simulated RL up to the minimum bar, then learning from users' signals; a gate tests every release.
+
+    The same as `etude run` of the recipe, after a check that the recipe serves users and learns from them.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""`etude plan`: the memory and the speed of a recipe on GPUs that need not be here, and how its run will go.
+"""`etude plan`: predicts memory, speed and course of a recipe's run, also for GPUs that you do not have.
 
-Owns how plans of memory and speed are shown; those of whole runs are :mod:`etude.cli.commands.plan_run`'s. What is
-computed is :mod:`etude.run.memory_plan`'s and :mod:`etude.run.roofline`'s.
+Owns the output of plans of memory and speed; :mod:`etude.cli.commands.plan_run` owns that of whole runs. Figures are
+computed by :mod:`etude.run.memory_plan` and :mod:`etude.run.roofline`.
 """
 
 import json
@@ -31,14 +31,14 @@ from etude.types import Json
 
 DEFAULT = "h100x8"
 Pretend: TypeAlias = Annotated[
-    str, typer.Option("--pretend", metavar="MACHINE", help=f"Such as {DEFAULT}, the default.")
+    str, typer.Option("--pretend", metavar="MACHINE", help=f"Machine to plan for (default: {DEFAULT}).")
 ]
 Fleet: TypeAlias = Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="A fleet of such machines.")]
 
 
 @app.callback()
 def plan() -> None:
-    """See how a recipe will go before anything is spent: memory, speed, busy shares, staleness."""
+    """Predict memory, speed, utilisation, staleness and cost of a recipe's run before you start it."""
 
 
 @app.command()
@@ -52,9 +52,9 @@ def memory(
     gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each, such as 80GB.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Count the bytes per GPU, part by part, of a recipe's trainer and engines.
+    """Count the bytes that a recipe's trainer and engines need on each GPU, part by part.
 
-    The model's config.json is enough.
+    Of the model, only config.json is needed.
     """
     machine = _machine(pretend, gpus, gpu_memory)
     config, machines = resolved_there(load_recipe(recipe, overrides)), load_fleet(fleet) if fleet else None
@@ -103,10 +103,10 @@ def draw_memory(
     for side in (plan.trainer, plan.engine):
         engines = sum(region.engines for region in fleet.regions) if fleet and side is plan.engine else side.count
         console.print(Text(_title(side, engines), "bold"))
-        table = light_table("of each GPU", ">GB", "key", "made up of", broken=["key"])
+        table = light_table("per GPU", ">GB", "key", "contents", broken=["key"])
         for part in side.parts:
             table.add_row(part.name, _gigabytes(part.size_bytes), part.key, part.words)
-        table.add_row("all", _gigabytes(side.total), "", f"of {_gigabytes(machine.memory_bytes)}")
+        table.add_row("total", _gigabytes(side.total), "", f"of {_gigabytes(machine.memory_bytes)}")
         console.print(table)
         console.print()
     for processes, alike in groupby(uses_there(config, plan, machine, fleet), lambda use: use.processes):
@@ -126,8 +126,8 @@ def _title(side: ProcessMemory, count: int) -> str:
 
 
 def _problem(use: DeviceUse, machine: GpuMachine) -> str:
-    """The reason why it does not fit, and the keys to change; empty where it does, or is on a host, whose size is not
-    known.
+    """The reason why processes do not fit on a device, and the keys to change. Empty if they fit, and for a CPU, since
+    the memory of its host is not known.
     """
     for side in use.processes:
         if side.problem:
@@ -144,9 +144,9 @@ def _gigabytes(size_bytes: int) -> str:
 
 @app.command()
 def roofline(recipe: RecipePath, *, overrides: Overrides, pretend: Pretend = "", as_json: AsJson = False) -> None:
-    """Predict a decode step and a training pass of a recipe from bytes and operations.
+    """Predict the time of a decode step and of a training pass from their bytes and operations.
 
-    The model's config.json is enough. Every assumption is printed.
+    Of the model, only config.json is needed. Every assumption is printed.
     """
     machine = GpuMachine.parse(pretend or DEFAULT)
     config = resolved_there(load_recipe(recipe, overrides))
@@ -180,7 +180,7 @@ def roofline_rows(config: RunConfig, machine: GpuMachine) -> list[dict[str, Json
                      "share": share, "of": f"{rates.bytes_per_s / 1e12:.2f} TB/s of copies"})  # fmt: skip
     training = training_pass(config, spec)
     seconds, sent = training.seconds(rates), training.sent_bytes / 1e9
-    links = f"; links carry {sent:.1f} GB beside it, {sent / seconds:.0f} GB/s" if sent else ""
+    links = f"; meanwhile links carry {sent:.1f} GB, {sent / seconds:.0f} GB/s" if sent else ""
     rows.append({"what": f"training pass, {config.trainer.microbatch_tokens:,} tokens",
                  "tflop": training.flops / 1e12, "ms": seconds * 1e3, "share": training.utilisation(rates),
                  "of": f"{rates.flops / 1e12:.0f} TFLOP/s of products{links}"})  # fmt: skip
@@ -191,14 +191,16 @@ def assumptions(machine: GpuMachine) -> list[str]:
     """The formula and its constants, as sentences."""
     assert machine.kind is not None, "it was named"
     rates = Rates.of_gpu(machine.kind)
-    sheet = f"{machine.kind.bytes_per_s / 1e12:.2f} TB/s and {machine.kind.flops / 1e12:.0f} TFLOP/s"
+    bandwidth, peak = f"{machine.kind.bytes_per_s / 1e12:.2f} TB/s", f"{machine.kind.flops / 1e12:.0f} TFLOP/s"
     return [
         "time = max(bytes / (bandwidth · share), operations / (peak · share)) + fixed times",
-        f"of the data sheet's {sheet}, {COPY_SHEET:.2f} and {PRODUCT_SHEET:.2f}, which an H200 reached",
-        f"shares that étude's kernels reached there: matrices {rates.matrix_bytes}, experts {rates.grouped_bytes}, "
-        f"cache {rates.cache_bytes}, latents {rates.latent_bytes}; a layer {rates.layer_s * 1e6:.0f} µs and a step "
-        f"{rates.step_s * 1e3:.1f} ms fixed",
-        f"training {rates.training} of the peak, mixtures {rates.grouped_training}, what is recomputed counted as work "
-        f"and not as use; {SCORED_SHARE:.0%} of tokens have a loss; the head is computed again",
-        "of vLLM and SGLang the same shares, which were not measured; times of links are not predicted",
+        f"bandwidth = {COPY_SHEET:.2f} · {bandwidth}, peak = {PRODUCT_SHEET:.2f} · {peak}: the data sheet's values "
+        "times the shares that an H200 reached",
+        f"share of the bandwidth, as étude's kernels reached on the H200: matrices {rates.matrix_bytes}, experts "
+        f"{rates.grouped_bytes}, cache {rates.cache_bytes}, latent attention {rates.latent_bytes}; fixed times: "
+        f"{rates.layer_s * 1e6:.0f} µs per layer, {rates.step_s * 1e3:.1f} ms per step",
+        f"share of the peak in training: {rates.training}, mixtures of experts {rates.grouped_training}; recomputed "
+        f"operations take time but do not count in the column share; {SCORED_SHARE:.0%} of tokens have a loss; the "
+        f"output head is computed twice",
+        "vLLM and SGLang: the same shares, not measured; times of links are not predicted",
     ]

@@ -1,7 +1,7 @@
-"""`etude plan run --hardware`: a plan on GPUs without a run, with money.
+"""`etude plan run --hardware`: a plan for GPUs without an earlier run, with its cost.
 
-Owns how the plan's file is read and how figures are shown; what is computed is :mod:`etude.simulation.priced`'s and
-:mod:`etude.simulation.split`'s.
+Owns the reading of the plan's file and the output. Figures are computed by :mod:`etude.simulation.priced` and
+:mod:`etude.simulation.split`.
 """
 
 import json
@@ -102,7 +102,7 @@ def show_priced(
     if simulated.steady is not None:
         table.add_row("95% intervals", intervals_words(simulated.steady, len(events.steps)))
     for other, longer in others:
-        table.add_row("simulated, too", other_words(other, longer))
+        table.add_row("other split", other_words(other, longer))
     if by_hour:
         table.add_row("steps, by hour of day", ", ".join(f"{hour}h {steps:.1f}" for hour, steps in by_hour.items()))
     console.print(table)
@@ -162,15 +162,15 @@ def priced_rows(fleet: Fleet, figures: RunFigures, events: SimulatedEvents, fact
     yield "inference : training", f"{fleet.sampling_gpus / fleet.ranks:.2f} in GPUs, {ratio:.2f} in operations"
     yield "staleness of tokens", ages
     yield "sandboxes at most", f"{round(events.most_sandboxes * factor):,}"
-    yield "new weights", f"{formatting.size(round(fleet.delta_bytes))}, sampled with after {_seconds(fleet.delta_s)}"
+    yield "new weights", f"{formatting.size(round(fleet.delta_bytes))}, in use after {_seconds(fleet.delta_s)}"
     yield "between regions", f"{formatting.size(round(fleet.delta_bytes * fleet.remote_regions))} a step"
     yield "money", f"${costs.usd_step:,.2f} a step, ${costs.usd_h:,.0f} an hour"
     share = formatting.percent(costs.engine_usd_h / max(1e-9, costs.engine_usd_h + costs.trainer_usd_h))
-    yield "of it for engines", f"{share}; ${costs.egress_usd_step:.2f} a step for bytes between regions"
+    yield "share of engines", f"{share}; ${costs.egress_usd_step:.2f} a step for bytes between regions"
 
 
 def hours_row(fleet: Fleet, simulated: FleetSimulation, hours: float) -> tuple[str, str]:
-    """Label and words of what so many hours come to."""
+    """Label and words of the steps and the cost of some hours."""
     costs, steady = Costs.of(fleet, simulated.figures), simulated.steady
     width = "" if steady is None else f" ± {steady.step_s.relative:.1%}"
     steps = simulated.figures.steps_per_hour * hours
@@ -184,11 +184,11 @@ def intervals_words(steady: SteadyState, steps: int) -> str:
 
 
 def other_words(other: SplitCandidate, longer: Estimate) -> str:
-    """Another split that a search has simulated, beside the chosen one on the same rollouts."""
+    """Another split that a search has simulated with the same rollouts as the chosen one, compared with it."""
     fleet = other.fleet
     split = f"{fleet.ranks:,} train, {fleet.sampling_gpus:,} sample, ${gpus_usd_h(fleet):,.0f} an hour"
     step = f"a step {longer.value:+.1%} (95%: {longer.low:+.1%} to {longer.high:+.1%})"
-    return f"{split}: {step}{'' if is_told_apart(longer) else ', not told apart'}"
+    return f"{split}: {step}{'' if is_told_apart(longer) else ', no proven difference'}"
 
 
 def other_json(other: SplitCandidate, longer: Estimate) -> dict[str, Json]:
@@ -202,7 +202,7 @@ def other_json(other: SplitCandidate, longer: Estimate) -> dict[str, Json]:
 
 
 def is_told_apart(longer: Estimate) -> bool:
-    """True if the interval of a difference leaves zero out."""
+    """True if the interval of a difference excludes zero."""
     return not longer.low <= 0 <= longer.high
 
 
@@ -225,9 +225,12 @@ def _relative(steady: SteadyState) -> dict[str, float]:
 def assumptions_of(fleet: Fleet, factor: float) -> Iterator[str]:
     """The assumptions of a plan, as sentences and as keys with their values."""
     plan = fleet.plan
-    yield "what decides is the code of a run; engines, agents, trainer and links are modelled; evaluations are left out"
+    yield (
+        "scheduling decisions are made by a run's own code; engines, agents, trainer and links are modelled; "
+        "evaluations are left out"
+    )
     if factor > 1:
-        yield f"simulated in the small: one group for {factor:.3g}, engines likewise (simulation/split.py)"
+        yield f"simulated at a reduced scale: one group or engine stands for {factor:.3g} (simulation/split.py)"
     yield _listed("workload", plan.workload)
     yield _listed("assumptions", fleet.assumptions)
     for name, market in dict.fromkeys(((plan.trainer, plan.trainer_market), (plan.engine, plan.engine_market))):

@@ -1,6 +1,6 @@
-"""`etude plan run`: how a recipe will go, simulated from what an earlier run of its kind measured.
+"""`etude plan run`: predicts a recipe's run by a simulation that is calibrated by an earlier run.
 
-Owns options, table and page. What is simulated is :mod:`etude.simulation.run`'s.
+Owns options, table and page. The simulation is :mod:`etude.simulation.run`.
 """
 
 import json
@@ -39,9 +39,9 @@ HERE = "here"
 """Name of the one region of a run without a fleet."""
 
 ASSUMPTIONS = (
-    "engines, agents, sandboxes, trainer and links are modelled; what decides is the code of a run",
-    "a rollout repeats one that the earlier run recorded at about the same place of its training",
-    "an engine has the speed that it had there, whatever else its machine does; evaluations are left out",
+    "engines, agents, sandboxes, trainer and links are modelled; scheduling decisions are made by a run's own code",
+    "each rollout repeats one that the earlier run recorded at about the same step of training",
+    "an engine is as fast as in that run, whatever else its machine does; evaluations are left out",
 )
 """Assumptions of a plan, as sentences."""
 
@@ -62,10 +62,14 @@ def run(
         str, typer.Option(metavar="GPU|FILE", help="Instead of a run: a GPU by name, or a file with a plan.")
     ] = "",
     assume: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Another value of a plan, such as workload.turns=40.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override a value of the plan: workload.turns=40.")
     ] = None,
     search: Annotated[
-        str, typer.Option(metavar="steps=N|usd=N", help="The cheapest split for N steps, or the best for N $, an hour.")
+        str,
+        typer.Option(
+            metavar="steps=N|usd=N",
+            help="Find the cheapest split of GPUs for N steps an hour, or the fastest for N dollars an hour.",
+        ),
     ] = "",
     hours: Annotated[
         float | None,
@@ -77,25 +81,27 @@ def run(
             min=0.001,
             max=0.1,
             metavar="SHARE",
-            help="With --hours: simulate only until each mean is this precise, such as 0.01, and infer the hours.",
+            help="With --hours: stop once each mean is this precise, such as 0.01, and extrapolate to the hours.",
         ),
     ] = None,
     fleet: Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="The machines (default: one).")] = None,
     link: Annotated[
         list[str] | None,
-        typer.Option("--link", metavar="REGION=MS[,S]", help="Its round trip, and the time a version takes there."),
+        typer.Option(
+            "--link", metavar="REGION=MS[,S]", help="Round trip to a region in ms, and seconds for a weight version."
+        ),
     ] = None,
     cores: Annotated[
-        int, typer.Option(min=0, help="Processors that all of a run on CPUs shares (default: those of this machine).")
+        int, typer.Option(min=0, help="CPU cores that a run on CPUs shares (default: those of this machine).")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0,
-    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of HTML there, too.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the simulation.")] = 0,
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict busy shares, step time and staleness of a recipe, in virtual time.
+    """Predict utilisation, step time and staleness of a recipe by simulation.
 
-    The run named by --from is simulated first, to calibrate what is modelled; with --hardware, GPUs, a workload and
-    assumptions take its place, and money is counted, too.
+    With --from, an earlier run gives the speeds: it is simulated first, to calibrate the model. With --hardware, they
+    follow from GPUs, a workload and assumptions, and the cost is predicted as well.
     """
     if (source is None) == (not hardware):
         raise ConfigError("a plan is made from a run (--from RUN) or for GPUs (--hardware GPU|FILE): name one of them")
@@ -103,14 +109,14 @@ def run(
         refuse({"--fleet": fleet, "--link": link, "--page": page}, "a file for --hardware has regions and links")
         goal = parse_goal(search) if search else None
         if goal is not None and hours is not None:
-            raise ConfigError("--search simulates some steps of each split: leave --hours out, and plan what it finds")
+            raise ConfigError("--search simulates a few steps of each split: leave --hours out, then plan the result")
         plan = load_plan(hardware, assume or ())
         if precision is not None and hours is None:
-            raise ConfigError(f"--precision {precision:g} is of so many hours: add --hours, such as --hours 720")
+            raise ConfigError(f"--precision {precision:g} needs --hours, such as --hours 720")
         extent = SimulationExtent(hours=hours, precision=precision)
         show_priced(load_recipe(recipe, overrides), plan, goal, seed, extent=extent, as_json=as_json)
         return
-    refuse({"--assume": assume, "--search": search}, "a run says how fast all is, and not what it costs")
+    refuse({"--assume": assume, "--search": search}, "a plan from a run takes its speeds from there and has no prices")
     refuse({"--hours": hours, "--precision": precision}, "a plan from a run has that run's steps")
     config, folder = load_recipe(recipe, overrides), RunFolder.open(source, writes=False)
     regions = regions_of(config, fleet, link or ())
@@ -164,7 +170,7 @@ def regions_of(config: RunConfig, fleet: Path | None, links: Sequence[str]) -> l
 
 
 def parse_link(text: str) -> tuple[str, tuple[float, float]]:
-    """Region, and seconds of a round trip and of a version's way, of ``eu=80,12``.
+    """Parse ``eu=80,12``: the region, the seconds of a round trip, and the seconds that a weight version takes.
 
     Raises :class:`~etude.errors.ConfigError`.
     """
@@ -210,7 +216,7 @@ def plan_rows(figures: RunFigures, events: SimulatedEvents) -> list[tuple[str, s
 
 
 def draw(figures: RunFigures, events: SimulatedEvents, console: Console) -> None:
-    """Draw the plan, the bottleneck and what it rests on."""
+    """Draw the plan, the bottleneck and the assumptions."""
     table = light_table("plan", "predicted")
     for label, words in plan_rows(figures, events):
         table.add_row(label, words)

@@ -1,4 +1,4 @@
-"""`etude play`: a held-out task played before one's eyes by the agent of a run, or by two of its weight versions.
+"""`etude play`: shows how the agent of a run solves a held-out task, with one of its weight versions or with two.
 
     version ──▶ engine ──▶ harness, sandbox, grader as in the run ──▶ each turn as it is sampled ──▶ the verdict
 
@@ -55,9 +55,9 @@ def play_command(
     version: Annotated[int | None, typer.Option(help="Weight version (default: the newest).")] = None,
     against: Annotated[int | None, typer.Option(metavar="VERSION", help="Another version, on the same task.")] = None,
     number: Annotated[int, typer.Option("--task", metavar="N", help="Number of the held-out task, from 0.")] = 0,
-    sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1; else greedily.")] = False,
+    sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1 instead of greedily.")] = False,
 ) -> None:
-    """Watch the agent of a run play a held-out task, turn by turn, to the verdict."""
+    """Watch the agent of a run solve a held-out task, turn by turn, until it is graded."""
     folder, out = open_run_folder(run), console()
     task = task_of(folder, number)
     out.print(Text.assemble((f"held-out task {number} · ", DIM), visible(task.template), (f"  {task.task_id}", DIM)))
@@ -88,14 +88,14 @@ class PlayedTurn:
     """From 0."""
     versions: tuple[int, ...]
     added: str
-    """Text that is new in its context: the task, or what a tool answered."""
+    """Text that is new in the context: the task, or a tool's result."""
     reply: str
 
 
 @final
 @dataclass(slots=True)
 class Transcript:
-    """Makes turns of completions: what is new in a context is what no earlier turn has read or said."""
+    """Converts completions to turns: the new text of a context is the text that no earlier turn has read or sampled."""
 
     chat: ChatFormat
     turns: list[PlayedTurn] = field(default_factory=list)
@@ -128,7 +128,7 @@ class VersionPlayer:
         self._printed: asyncio.Queue[RenderableType | None] = asyncio.Queue()
 
     async def blocks(self) -> AsyncGenerator[RenderableType, None]:
-        """Turns as they come, to be printed; the verdict is the last."""
+        """Yield each turn as it ends, ready to print; the grade comes last."""
         async with background_task(self._play()) as playing:
             while (block := await self._printed.get()) is not None:
                 yield block
@@ -161,7 +161,7 @@ class VersionPlayer:
 
 
 async def _show(players: Sequence[VersionPlayer], out: Console) -> None:
-    """Print one after the other, or side by side where there is room."""
+    """Print the versions one after the other, or side by side if the terminal is wide enough."""
     if len(players) == 1 or out.width < WIDE or not out.is_terminal:
         for player in players:
             out.print(heading(player.version))
@@ -193,7 +193,7 @@ def side_by_side(blocks: Sequence[RenderableType]) -> RenderableType:
 
 
 def turn_block(turn: PlayedTurn) -> RenderableType:
-    """One turn: what the model was given, and what it said."""
+    """One turn: the text that the model was given, and its reply."""
     return Group(*_turn_lines(turn))
 
 
@@ -204,7 +204,7 @@ def _turn_lines(turn: PlayedTurn) -> Iterator[RenderableType]:
 
 
 def verdict(rollout: Rollout, pass_at: float) -> RenderableType:
-    """The end: why the agent stopped, and what the grader says."""
+    """The end: the reason why the agent stopped, and the grade."""
     if rollout.status is not RolloutStatus.GRADED or rollout.reward is None:
         return Text(f"failed: {visible(rollout.reason)}", WARN)
     is_solved = is_pass(rollout.reward, pass_at)

@@ -1,4 +1,4 @@
-"""`etude midtrain|sft|parity|serve|production|product|rollouts|train|sinks`: one process of a run each."""
+"""`etude midtrain|sft|parity|serve|production|product|rollouts|train|sinks`: each starts one process of a run."""
 
 from typing import Annotated, TypeAlias
 
@@ -38,7 +38,7 @@ def sft(*, run: Run, nnodes: NumNodes = 1, node_rank: NodeRank = 0, rdzv_endpoin
 
 @app.command()
 def parity(*, run: Run) -> None:
-    """One process of a run: engine against trainer, before they run."""
+    """One process of a run: compares engine and trainer before they start."""
     _run(ProcessName(command="parity"), run)
 
 
@@ -50,7 +50,7 @@ def serve(*, run: Run, replica: Replica = 0, region: Region = "") -> None:
 
 @app.command()
 def production(*, run: Run, replica: Replica = 0) -> None:
-    """One process of a run: an engine for users. It serves released versions and those that are tried."""
+    """One process of a run: an engine for users. It serves released versions and those on trial."""
     _run(ProcessName(command="production", replica=replica), run)
 
 
@@ -62,7 +62,10 @@ def product(*, run: Run) -> None:
 
 @app.command()
 def sinks(*, run: Run) -> None:
-    """Beside a run: feeds trackers and evaluates alerts; by hand, sends what was not sent."""
+    """Send a run's metrics to trackers and evaluate its alerts.
+
+    A run starts this process itself. Start it by hand to send what was not sent before.
+    """
     from etude.run.sinks import run_sinks
 
     run_sinks(open_run_folder(run))
@@ -70,7 +73,7 @@ def sinks(*, run: Run) -> None:
 
 @app.command()
 def rollouts(*, run: Run, replica: Replica = 0) -> None:
-    """One process of a run: rollouts and, of replica 0, evaluations."""
+    """One process of a run: rollouts; replica 0 also runs evaluations."""
     _run(ProcessName(command="rollouts", replica=replica), run)
 
 

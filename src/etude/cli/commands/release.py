@@ -1,4 +1,4 @@
-"""`etude release`: the versions that users meet: status, approval, rollback, proposals; and the process of a run."""
+"""`etude release`: the versions that users get: status, approval, rollback, proposals; and the process of a run."""
 
 import getpass
 import shutil
@@ -21,9 +21,11 @@ from etude.run.processes import run_process
 from etude.run.stores import open_releases
 from etude.run.working_folder import open_run_folder
 
-By: TypeAlias = Annotated[str, typer.Option("--by", metavar="NAME", help="Who asks (default: the user's name).")]
+By: TypeAlias = Annotated[
+    str, typer.Option("--by", metavar="NAME", help="Name of the person (default: your user name).")
+]
 PROPOSALS = "proposals"
-"""Folder of a run with the checkpoints that were proposed: it must have them whatever becomes of the originals."""
+"""Folder of a run with copies of proposed checkpoints, since the originals may be changed or deleted."""
 
 app = group()
 
@@ -34,7 +36,7 @@ def process(
     *,
     run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run whose release process this is.")] = "",
 ) -> None:
-    """See, approve, propose and take back the versions that users meet."""
+    """Show, approve, propose and roll back the weight versions that users get."""
     if context.invoked_subcommand is None:
         if not run:
             raise ConfigError("etude release needs a command, such as `etude release status RUN`, or --run RUN")
@@ -42,8 +44,10 @@ def process(
 
 
 @app.command()
-def status(run: RunPath, *, version: Annotated[int | None, typer.Option(help="This version alone.")] = None) -> None:
-    """Show each release, and the moves that made it what it is, with their reasons."""
+def status(
+    run: RunPath, *, version: Annotated[int | None, typer.Option(help="Show only this version.")] = None
+) -> None:
+    """Show each release, and its changes of state with their reasons."""
     with open_releases(open_run_folder(run)) as store:
         releases, moves, requests = store.releases(), store.moves(version), store.requests()
     table = light_table(">version", "state", ">stage", "digest", "since")
@@ -68,7 +72,7 @@ def approve(
     *,
     by: By = "",
 ) -> None:
-    """Agree that a candidate may meet users."""
+    """Approve a candidate, so that users may get it."""
     folder = open_run_folder(run)
     needed = folder.config().release.approvals
     if not needed:
@@ -78,15 +82,15 @@ def approve(
             raise UserError(f"version {version} is not a candidate now: see `etude release status {run}`")
         name = by or getpass.getuser()
         store.ask(ReleaseRequest(kind=RequestKind.APPROVE, by=name, at=unix_s(), version=version))
-    print(f"{name} agrees with version {version}; {needed} different people must")
+    print(f"{name} approved version {version}; approvals of different people needed: {needed}")
 
 
 @app.command()
 def rollback(run: RunPath, *, by: By = "") -> None:
-    """Take back what is on its way to users, or else go back to the release before."""
+    """Take back the candidate that is being released; without one, return to the previous release."""
     with open_releases(open_run_folder(run)) as store:
         store.ask(ReleaseRequest(kind=RequestKind.ROLLBACK, by=by or getpass.getuser(), at=unix_s()))
-    print(f"asked for; what becomes of it: etude release status {run}")
+    print(f"requested; follow it with: etude release status {run}")
 
 
 @app.command()
@@ -96,13 +100,13 @@ def propose(
     *,
     by: By = "",
 ) -> None:
-    """Make a candidate of weights from elsewhere: the trainer goes on with them, and the gate decides."""
+    """Propose weights from elsewhere as a candidate: the trainer continues from them, and the gate decides."""
     folder = open_run_folder(run)
     config = folder.config()
     if not config.release.enabled:
         raise ConfigError(f"{run} releases nothing: its recipe has release.every_steps = 0")
     if config.lora.trains("rl"):
-        raise ConfigError(f"{run} trains adapters over weights that stay: whole weights cannot be proposed (lora.rank)")
+        raise ConfigError(f"{run} trains adapters over frozen weights: whole weights cannot be proposed (lora.rank)")
     impl = config.model.impl
     StoredCheckpoint(checkpoint, impl).check(unfilled_model(load_spec(folder.model, impl), config.numerics, "cpu"))
     with open_releases(folder) as store:
@@ -110,4 +114,4 @@ def propose(
         shutil.copytree(checkpoint, copy)
         name = by or getpass.getuser()
         store.ask(ReleaseRequest(kind=RequestKind.PROPOSE, by=name, at=unix_s(), checkpoint=str(copy.absolute())))
-    print(f"proposed; what becomes of it: etude release status {run}")
+    print(f"proposed; follow it with: etude release status {run}")

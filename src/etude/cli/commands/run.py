@@ -1,4 +1,4 @@
-"""`etude run`: the whole loop of a recipe, on this machine or on a fleet, begun or continued."""
+"""`etude run`: starts or continues the whole loop of a recipe, on this machine or on a fleet."""
 
 import json
 import os
@@ -50,7 +50,9 @@ def run(
     ] = None,
     at: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Keep the run at s3://BUCKET/PATH (gs://, az://, a folder), for any machine."),
+        typer.Option(
+            metavar="URL", help="Store the run at s3://BUCKET/PATH (gs://, az://, a folder), for all machines."
+        ),
     ] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Continue an interrupted run, by its folder or its URL.")
@@ -58,15 +60,18 @@ def run(
     overrides: Overrides,
     ledger: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="postgresql://USER@HOST/DATABASE for its state: ledger.url."),
+        typer.Option(metavar="URL", help="ledger.url: postgresql://USER@HOST/DATABASE for the run's state."),
     ] = None,
-    sandbox: Annotated[SandboxKind | None, typer.Option(help="Where agents' commands run: sandboxes.kind.")] = None,
+    sandbox: Annotated[SandboxKind | None, typer.Option(help="sandboxes.kind: where agents' commands run.")] = None,
     fleet: Annotated[
         Path | None, typer.Option(metavar="FLEET", help="A TOML file with the machines to run on (default: this one).")
     ] = None,
     copy_limit: Annotated[
         float | None,
-        typer.Option(metavar="GIB", help=f"With --at: larger data of a key stay here (default: {LIMIT_GIB:g})."),
+        typer.Option(
+            metavar="GIB",
+            help=f"With --at: a recipe key's data above this size are not copied (default: {LIMIT_GIB:g}).",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> int:
@@ -113,7 +118,7 @@ def run(
     if machines is None or (machines.launcher == "local" and not any(each.sandbox_hosts for each in machines.regions)):
         show_ready(config, place, Console())
     else:
-        plan_loop(config, machines, str(place))  # what cannot be planned is told before there is a run
+        plan_loop(config, machines, str(place))  # raises before there is a run
     if at is None:
         return start(RunFolder.create(place, config), machines)
     folder = create_run(at, config, data, print)
@@ -122,15 +127,15 @@ def run(
 
 
 def _check_home(fleet: FleetConfig, at: str | None) -> None:
-    """Raise :class:`~etude.errors.ConfigError` unless the run is where the regions look for it."""
+    """Raise :class:`~etude.errors.ConfigError` unless the run is at the URL where the regions look for it."""
     home = fleet.home_region
     if at is None or normal_url(home.store) != normal_url(at):
         raise ConfigError(f"regions find a run of this fleet in the store of {home.name}: give --at {home.store}")
 
 
 def go_on(folder: RunFolder, settings: Sequence[str], fleet: FleetConfig | None = None) -> int:
-    """Run what is left of a run, with other limits or more steps where ``settings`` say so, and where it ran before
-    unless there is a ``fleet``.
+    """Run the rest of a run, with the limits and steps that ``settings`` change, on ``fleet`` or else where it ran
+    before.
     """
     config = changed_config(folder, settings)
     fleet = fleet or fleet_of(folder)
@@ -147,7 +152,7 @@ def go_on(folder: RunFolder, settings: Sequence[str], fleet: FleetConfig | None 
 
 
 def start(folder: RunFolder, fleet: FleetConfig | None = None) -> int:
-    """Run a new run; one that cannot begin leaves no folder, so that the corrected recipe finds its place free."""
+    """Run a new run. If it cannot begin, its folder is removed, so that the corrected recipe can use the same name."""
     try:
         return run_folder(folder, fleet)
     except EtudeError as error:
@@ -164,8 +169,8 @@ def discard(folder: RunFolder) -> None:
 
 
 def _print_tasks(config: RunConfig) -> int:
-    """Print how many tasks there are and how often each is needed. Raises as a start would where they are too few; a
-    folder that is not there yet is only told of.
+    """Print how many tasks there are and how often each is needed. Raises as a start would if there are too few tasks.
+    A missing folder is only reported.
     """
     try:
         plan = plan_tasks(config)
@@ -178,7 +183,7 @@ def _print_tasks(config: RunConfig) -> int:
 
 
 def run_folder(folder: RunFolder, fleet: FleetConfig | None = None) -> int:
-    """Run what is left of a run; when it is stopped, say how to continue."""
+    """Run the rest of a run; if it is stopped, print how to continue."""
     if SUPERVISOR_VARIABLE in os.environ:
         die_with_parent()  # a program of the user's: `etude.train`
     try:
@@ -196,7 +201,7 @@ def run_folder(folder: RunFolder, fleet: FleetConfig | None = None) -> int:
 
 
 def status_of(report: Mapping[str, Json]) -> int:
-    """The exit status of a run that came to its end; one that learnt nothing says so on stderr."""
+    """The exit status of a finished run; if it learnt nothing, print that to stderr."""
     learning = report["learning"]
     assert isinstance(learning, dict)
     if learning["nothing_learnt"] is None:

@@ -1,4 +1,4 @@
-"""`etude sandboxes`: lend this machine's sandboxes over HTTP; drain a machine that does; ask one what it looks like."""
+"""`etude sandboxes`: serves this machine's sandboxes over HTTP, drains such a server, or describes a sandbox."""
 
 import asyncio
 import contextlib
@@ -32,11 +32,11 @@ from etude.sandboxes.warm_pool import GAUGE
 from etude.taskgen.fidelity.probes import diff, probe, render_diff
 
 OUT, PROGRESS = Console(), Console(stderr=True)
-"""Results, and the log of what goes on."""
+"""Stdout for results, stderr for the log."""
 DRAIN_LOOK_S = 2.0
-"""Time between two looks at a server that is being drained."""
+"""Seconds between two requests to a server that is being drained."""
 DRAIN_TIMEOUT_S = 10.0
-"""For its answer."""
+"""Deadline of such a request."""
 SandboxUrl: TypeAlias = Annotated[str, typer.Option(metavar="URL", help="A remote server of sandboxes.")]
 
 app = group()
@@ -64,24 +64,24 @@ def serve(
         Path | None, typer.Option(metavar="FILE", help="File with keys of many clients, their rights and limits.")
     ] = None,
     sandboxes: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Most sandboxes of the only key; 0: one for each 64 MiB of memory.")
+        int, typer.Option(metavar="N", min=0, help="Most sandboxes for the only key; 0: one per 64 MiB of memory.")
     ] = 0,
     pool: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Keep sandboxes ready, at most N in all; 0: make each when asked.")
+        int, typer.Option(metavar="N", min=0, help="Most sandboxes in a warm pool, those in use included; 0: no pool.")
     ] = 0,
     run: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="Let the external harness of a run on a fleet reach its gateways from here."),
+        typer.Option(metavar="RUN", help="Run on a fleet whose external harness may reach its gateways from here."),
     ] = None,
 ) -> None:
-    """Lend sandboxes over HTTP until told to stop or drained; clients use sandboxes.kind = 'remote'.
+    """Serve sandboxes over HTTP until stopped or drained; clients set sandboxes.kind = 'remote'.
 
-    Without a key in the environment, one is made and shown.
+    Without a key in ETUDE_SANDBOXES_KEY, one is made and shown.
     """
     usual = usual_quota(GAUGE.read().available_bytes)
     if clients is not None and (folder or allow or sandboxes or run is not None):
         raise ConfigError(
-            "--clients FILE says what each may name and have: write folders, allow and sandboxes there, or leave it "
+            "--clients FILE sets the rights of each client: write folders, allow and sandboxes into it, or leave it "
             "out; --run is for a server with one key"
         )
     if clients is not None:
@@ -100,7 +100,7 @@ def serve(
 def drain(
     url: Annotated[str, typer.Argument(metavar="URL", help="A server of sandboxes, such as http://host:8700.")],
 ) -> None:
-    """Have a server take no new sandboxes and end with its last one; wait for that.
+    """Let a server make no new sandboxes and end after its last one; wait for that.
 
     The key in ETUDE_SANDBOXES_KEY must be the server's only one, or an operator's (--clients FILE).
     """
@@ -116,7 +116,7 @@ def probe_command(
         Path | None, typer.Option(metavar="FILE", help="Output of this command on another machine.")
     ] = None,
 ) -> int:
-    """Print what a sandbox reports of itself, or how another one differs from it."""
+    """Print a description of a sandbox (versions, limits, tools), or its differences from another one."""
     answers = asyncio.run(_probe(sandbox_config(sandbox, sandbox_url)))
     if against is None:
         OUT.out(json.dumps(answers, indent=1))
@@ -145,7 +145,7 @@ async def opened_provider(sandboxes: SandboxConfig) -> AsyncIterator[SandboxProv
 
 
 def log(line: str) -> None:
-    """Print what goes on, on stderr."""
+    """Print a line of the log to stderr."""
     PROGRESS.out(visible(line), highlight=False)
 
 

@@ -2,7 +2,7 @@
 
     no option ──▶ an overview          filters ──▶ a list          a group, a rollout ──▶ turn by turn
 
-Owns the choice between these three and the output. A rollout is read by :mod:`etude.run.rollout_reader` and
+Owns the choice of one of these three and the output. A rollout is read by :mod:`etude.run.rollout_reader` and
 drawn by :mod:`etude.dashboard.rollout_text`.
 """
 
@@ -56,42 +56,43 @@ def show(
         int | None, typer.Option("--group", metavar="N", help="The rollouts of a group, turn by turn.")
     ] = None,
     rollout: Annotated[
-        str | None, typer.Option(metavar="ID", help="One rollout, by its id or the beginning of it.")
+        str | None, typer.Option(metavar="ID", help="One rollout, by its id or the beginning of its id.")
     ] = None,
-    slot: Annotated[int | None, typer.Option(metavar="S", help="Only this slot of the group.")] = None,
+    slot: Annotated[int | None, typer.Option(metavar="S", help="With --group: only this rollout of it.")] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Every sampled token: logprob, mismatch, version, routes.")
+        bool, typer.Option("--tokens", help="Show every sampled token: logprob, mismatch, version, routes.")
     ] = False,
     purpose: Annotated[str | None, typer.Option(metavar="NAME", help="train (the default), after-greedy, …")] = None,
     reward: Annotated[
-        str | None, typer.Option(metavar="COMPARISON", help="List those with such a reward: '>=0.5', '<0', '=1'.")
+        str | None, typer.Option(metavar="COMPARISON", help="List by reward: '>=0.5', '<0', '=1'.")
     ] = None,
     outcome: Annotated[
-        Literal["graded", "failed", "dropped", "quarantined"] | None, typer.Option(help="List those that ended so.")
+        Literal["graded", "failed", "dropped", "quarantined"] | None, typer.Option(help="List by outcome.")
     ] = None,
     reason: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="List those whose end or verdict has such a reason: 'submit'.")
+        str | None,
+        typer.Option(metavar="TEXT", help="List by the reason of the end or of the grade, such as 'submit'."),
     ] = None,
     version: Annotated[
         int | None,
-        typer.Option(metavar="V", help="List those whose tokens are of weight version V, or of ones around it."),
+        typer.Option(metavar="V", help="List rollouts whose range of weight versions includes V."),
     ] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="List those whose task has that in its id or template.")
+        str | None, typer.Option(metavar="TEXT", help="List rollouts whose task id or template contains TEXT.")
     ] = None,
-    has_summary: Annotated[bool, typer.Option("--has-summary", help="List those that have summarised.")] = False,
-    has_hint: Annotated[bool, typer.Option("--has-hint", help="List those with a hint.")] = False,
-    hacked: Annotated[bool, typer.Option("--hacked", help="List those that count as hacks.")] = False,
+    has_summary: Annotated[bool, typer.Option("--has-summary", help="List rollouts with a summary.")] = False,
+    has_hint: Annotated[bool, typer.Option("--has-hint", help="List rollouts with a hint.")] = False,
+    hacked: Annotated[bool, typer.Option("--hacked", help="List rollouts that count as cheating.")] = False,
     sort: Annotated[
-        Literal["newest", "reward", "tokens", "turns", "staleness"] | None, typer.Option(help="What is listed first.")
+        Literal["newest", "reward", "tokens", "turns", "staleness"] | None, typer.Option(help="Order of the list.")
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", help="Most rollouts to list (default: 20).")] = None,
     export: Annotated[
-        Literal["harbor", "html"] | None, typer.Option(help="Print one as Harbor's trajectory (ATIF), or as HTML.")
+        Literal["harbor", "html"] | None, typer.Option(help="With --rollout: print as Harbor's ATIF, or as HTML.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read the rollouts of a run: an overview, a list, a group, one of them."""
+    """Show the rollouts of a run: an overview, a list, a group, or a single rollout."""
     filters = {
         "reward": reward,
         "outcome": outcome,
@@ -109,13 +110,13 @@ def show(
     if group_index is not None and rollout is not None:
         raise ConfigError("--group and --rollout: give one of the two")
     if is_read and given:
-        raise ConfigError(f"--{given[0]} would have no effect: --group and --rollout say which")
+        raise ConfigError(f"--{given[0]} would have no effect: --group and --rollout already choose the rollouts")
     if not is_read and (tokens or slot is not None):
-        raise ConfigError(f"--{'tokens' if tokens else 'slot'} needs --group N or --rollout ID: of which?")
+        raise ConfigError(f"--{'tokens' if tokens else 'slot'} needs --group N or --rollout ID")
     if rollout is not None and (slot is not None or purpose is not None):
-        raise ConfigError("--slot and --purpose would have no effect: --rollout says which")
+        raise ConfigError("--slot and --purpose would have no effect: --rollout already chooses one rollout")
     if export is not None and (rollout is None or as_json):
-        raise ConfigError("--export is of one rollout, and no JSON of ours: give --rollout ID, and no --json")
+        raise ConfigError("--export prints one rollout in its own format: give --rollout ID, and leave --json out")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit}: expected 1 or more")
     folder = open_run_folder(run, writes=False)
@@ -218,7 +219,7 @@ def _show_overview(folder: RunFolder, archive: Archive, as_json: bool) -> None:
 
 
 def _next(folder: RunFolder, archive: Archive) -> RenderableType:
-    """Commands that show more, with names that there are."""
+    """Commands that show more, with ids of this run."""
     purpose = next((census.purpose for census in archive.census()), TRAIN)
     graded = archive.find(Search(purpose=purpose, outcome=RolloutOutcome.GRADED, limit=1))
     newest = graded or archive.find(Search(purpose=purpose, limit=1))

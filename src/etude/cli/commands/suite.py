@@ -1,4 +1,4 @@
-"""`etude suite`: try models at a suite of tasks, compare them, see quality against cost; make and keep up a suite.
+"""`etude suite`: evaluates models on a suite of tasks, compares them and their cost; builds and maintains suites.
 
     suite, a model behind a URL or of a run ──run──▶ results.json ──compare, report──▶ tables, a page
 
@@ -64,7 +64,7 @@ Prices: TypeAlias = Annotated[
     tuple[float, float, float] | None,
     typer.Option(
         metavar="READ CACHED SAMPLED",
-        help="Prices of a million tokens: prompt tokens, those that the API had cached, sampled ones.",
+        help="Prices of a million tokens: prompt tokens, prompt tokens from the API's cache, sampled tokens.",
     ),
 ]
 
@@ -72,12 +72,12 @@ ModelName: TypeAlias = Annotated[str, typer.Option(metavar="NAME", help="Name of
 ModelUrl: TypeAlias = Annotated[
     str, typer.Option(metavar="URL", help="Base URL of an API, such as https://api.openai.com/v1.")
 ]
-ModelApi: TypeAlias = Annotated[Api, typer.Option(help="The API that is spoken there.")]
+ModelApi: TypeAlias = Annotated[Api, typer.Option(help="The kind of API at that URL.")]
 KeyVariable: TypeAlias = Annotated[
-    str, typer.Option(metavar="VAR", help="Variable with the key (default: the one of the API's own clients).")
+    str, typer.Option(metavar="VAR", help="Variable with the key (default: that of the API's own clients).")
 ]
 ExtraFields: TypeAlias = Annotated[
-    str, typer.Option(metavar="JSON", help="Fields of every request; null takes one out.")
+    str, typer.Option(metavar="JSON", help="Fields to add to every request; null removes a field.")
 ]
 
 app = group()
@@ -95,7 +95,7 @@ def run_command(
     key_env: KeyVariable = "",
     extra: ExtraFields = "{}",
     run: Annotated[
-        str, typer.Option(metavar="RUN[:VERSION]", help="Weights of a run in place of a URL, with the run's harness.")
+        str, typer.Option(metavar="RUN[:VERSION]", help="Weights of a run instead of a URL, with the run's harness.")
     ] = "",
     harness: Annotated[
         str, typer.Option(metavar="KIND|RECIPE", help="A kind of harness, or a recipe whose harness is taken.")
@@ -104,11 +104,11 @@ def run_command(
     tasks: Annotated[int | None, typer.Option(metavar="N", help="The first N tasks (default: all).")] = None,
     temperature: Annotated[float, typer.Option(help="Temperature of sampling.")] = 1.0,
     concurrency: Annotated[int, typer.Option(help="Tries at a time.")] = 4,
-    pass_at: Annotated[float, typer.Option(metavar="X", help="Graded X or better, a try passes.")] = 1.0,
+    pass_at: Annotated[float, typer.Option(metavar="X", help="Reward from which a try passes.")] = 1.0,
     prices: Prices = None,
     as_json: Json = False,
 ) -> None:
-    """Try a model at a suite, and keep every try; what was tried before is not tried again."""
+    """Evaluate a model on a suite and store every try. A second run continues: stored tries are not repeated."""
     limits = TryLimits(
         passes=passes,
         tasks=tasks,
@@ -136,7 +136,7 @@ def run_command(
 
 @app.command("compare")
 def compare_command(before: Results, after: Results, *, prices: Prices = None, as_json: Json = False) -> None:
-    """Compare two results of a suite, over the tasks of both: paired differences with intervals."""
+    """Compare two results of a suite on their common tasks: paired differences with intervals."""
     first, second = (_priced(read_results(place), prices) for place in (before, after))
     common, measure = common_tasks(first, second), first.measure(sorted({1, min(first.passes, second.passes)}))
     if second.pass_at != first.pass_at:
@@ -158,7 +158,7 @@ def report_command(
     prices: Prices = None,
     as_json: Json = False,
 ) -> None:
-    """Put results of a suite side by side: a table, and a page with quality against cost, tokens and time."""
+    """Compare several results of a suite in a table, and in a page that plots quality against cost, tokens and time."""
     rows = report_rows([_priced(read_results(place), prices) for place in results])
     if html is not None:
         html.write_text(report_page(rows), encoding="utf-8")
@@ -177,13 +177,13 @@ def build_command(
     out: Annotated[Path, typer.Option(metavar="SUITE", help="Folder of the suite; a second build continues in it.")],
     name: Annotated[str, typer.Option(help="Name of a new suite (default: its folder's).")] = "",
     changes: Annotated[int, typer.Option(metavar="N", help="Newest changes of each history that are tried.")] = 200,
-    licence: Annotated[str, typer.Option(help="Licences of what is in it.")] = "",
+    licence: Annotated[str, typer.Option(help="Licences of the suite's contents.")] = "",
     base: Annotated[str, typer.Option(help="Stored base system (default: the sandboxes' own).")] = "",
     before: Annotated[str, typer.Option(metavar="DATE", help="Install nothing that was published later.")] = "",
     sandbox: Sandbox = "ns",
     sandbox_url: SandboxUrl = "",
 ) -> None:
-    """Make a suite of histories: commits or releases that changed source and tests, each proved by running these."""
+    """Build a suite from histories: commits or releases that changed source and tests, each proved by its tests."""
     settings = Settings(base=base, before=before)
     options = SuiteBuild(
         references=repositories, out=out, name=name, changes=changes, licence=licence, settings=settings
@@ -198,7 +198,7 @@ def build_command(
 
 @app.command("fetch")
 def fetch_command(suite: SuiteFolder, *, sandbox: Sandbox = "ns", sandbox_url: SandboxUrl = "") -> None:
-    """Make the tasks of a suite that has only records of them: trees and tests come from where they are published."""
+    """Make the tasks of a suite that has only records of them. Sources and tests are fetched from their publisher."""
 
     async def work() -> None:
         async with opened_provider(sandbox_config(sandbox, sandbox_url)) as provider:
@@ -220,7 +220,7 @@ def contamination_command(
     concurrency: Annotated[int, typer.Option(help="Questions to the model at a time.")] = 4,
     as_json: Json = False,
 ) -> int:
-    """Look for a suite in training texts, by its canary and runs of 13 words; or in a model, by whether it finishes
+    """Search training texts for a suite, by its canary and runs of 13 words; or test a model, by whether it finishes
     hidden tests better when it is told where they stand. Exit status 1 if found.
     """
     if texts is None and not (url and model):
@@ -251,11 +251,15 @@ def refresh_command(
             help="Results of models; give the option once for each.", default_factory=list, show_default=False
         ),
     ],
-    texts: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Training texts that tasks may be in.")] = None,
-    max_share: Annotated[float, typer.Option(help="Share of a task's words in a row that may be in them.")] = 0.2,
+    texts: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Training texts to search for tasks of the suite.")
+    ] = None,
+    max_share: Annotated[
+        float, typer.Option(help="Largest share of a task's words, in runs, that training texts may contain.")
+    ] = 0.2,
     changes: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Newest changes that are tried (default: those since the last time); 0: none."),
+        typer.Option(metavar="N", help="Newest changes that are tried (default: those since the last build); 0: none."),
     ] = None,
     base: Annotated[str | None, typer.Option(help="Stored base system (default: that of the last time).")] = None,
     before: Annotated[
@@ -265,7 +269,7 @@ def refresh_command(
     sandbox: Sandbox = "ns",
     sandbox_url: SandboxUrl = "",
 ) -> None:
-    """Take new changes in; retire tasks that are solved always, never, or have leaked, with the date and the reason."""
+    """Add new changes; retire tasks that are always solved, never solved or leaked, with the date and the reason."""
     version, earlier = suite_of(suite).version, {record.task_id for record in read_records(suite)}
     settings = None if base is None and before is None else Settings(base=base or "", before=before or "")
 
@@ -280,7 +284,7 @@ def refresh_command(
     done = refresh(suite, read, traces, max_share=max_share, day=today())
     for record in read_records(suite):
         if record.task_id not in earlier:
-            OUT.out(visible(f"{record.task_id} came in: {record.prompt}"))
+            OUT.out(visible(f"{record.task_id} added: {record.prompt}"))
     for line in done.lines():
         OUT.out(line)
     now = suite_of(suite).version
@@ -306,9 +310,9 @@ def read_prices(prices: tuple[float, float, float] | None) -> TokenPrices | None
 def _try_run(suite: Suite, run: str, limits: TryLimits, out: Path, overrides: list[str]) -> SuiteResults:
     """Try weights of a run. Raises :class:`~etude.errors.ConfigError` for options that would have no effect."""
     if overrides:
-        raise ConfigError("--set would have no effect with --run, which has a recipe of its own: leave it out")
+        raise ConfigError("--set would have no effect with --run, since the run has its own recipe: leave it out")
     if limits.temperature != 1.0:
-        raise ConfigError("--temperature would have no effect with --run, whose model is tried at 1: leave it out")
+        raise ConfigError("--temperature would have no effect with --run, which samples at 1: leave it out")
     path, colon, version = run.rpartition(":")
     if not colon or not version.isdigit():
         path, version = run, ""

@@ -1,4 +1,4 @@
-"""`etude tasks`: make tasks of a repository, verify tasks, list them, export them.
+"""`etude tasks`: builds tasks from a repository; verifies, lists and exports tasks.
 
 A task that cannot be made or verified is named with its reason and set aside; the rest goes on.
 """
@@ -64,18 +64,19 @@ def build_command(
     base: Annotated[str, typer.Option(help="Stored base system (default: the sandboxes' own).")] = "",
     before: Annotated[str, typer.Option(metavar="DATE", help="Install nothing that was published later.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of bugs and of the order of tests.")] = 0,
-    unprobed: Annotated[bool, typer.Option("--unprobed", help="Make tasks that have no probe, too.")] = False,
+    unprobed: Annotated[bool, typer.Option("--unprobed", help="Also make tasks that have no probe.")] = False,
     installer: Annotated[
-        str, typer.Option(metavar="URL", help="An OpenAI-compatible API whose model installs what is hard.")
+        str,
+        typer.Option(metavar="URL", help="An OpenAI-compatible API; its model installs packages that need more work."),
     ] = "",
     model: Annotated[str, typer.Option(help="Model of the installer; its key is in ETUDE_INSTALLER_KEY.")] = "",
     sandbox: Sandbox = "ns",
     sandbox_url: SandboxUrl = "",
     as_json: Json = False,
 ) -> None:
-    """Make tasks of a repository: deleted features and planted bugs."""
+    """Build tasks from a repository: deleted features and planted bugs."""
     if bool(installer) != bool(model):
-        raise ConfigError("--installer and --model go together: where the model is, and which")
+        raise ConfigError("--installer and --model go together: give the URL of the API and the name of the model")
     key = os.environ.get("ETUDE_INSTALLER_KEY", "")
     options = BuildOptions(
         reference=repository,
@@ -101,14 +102,14 @@ def check_command(
     *,
     fidelity: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="PRODUCTION SIMULATED", help="Measure how well recorded sessions can be told apart."),
+        typer.Option(metavar="PRODUCTION SIMULATED", help="Measure how well two files of sessions can be told apart."),
     ] = None,
     sandbox: Sandbox = "ns",
     sandbox_url: SandboxUrl = "",
     every: All = False,
     as_json: Json = False,
 ) -> int:
-    """Verify tasks again, or compare recorded sessions with production's."""
+    """Verify tasks again, or compare simulated sessions with recorded ones of production."""
     if folder is not None and fidelity is None:
         checking = _check_harbor if _is_harbor(folder) else _check_repository
         return (
@@ -131,7 +132,7 @@ def list_tasks(
     split: Split = "train",
     count: Annotated[int, typer.Option(help="Number of tasks.")] = 3,
 ) -> None:
-    """Print some tasks of a side of the hold-out, and how many there are on each."""
+    """Print some training or held-out tasks, and the number of both."""
     if is_recipe(source):
         lines = _task_lines(load_recipe(source), split, count)
     elif _is_harbor(source):
@@ -144,19 +145,19 @@ def list_tasks(
 
 @app.command("features")
 def list_features() -> None:
-    """Print the features of Harbor's format, and whether étude holds to each."""
+    """Print the features of Harbor's format, and whether étude supports each."""
     print(markdown(), end="")
 
 
 @app.command("export")
 def export_command(
     source: Annotated[Path, typer.Argument(help="A recipe, or a folder of tasks built from repositories.")],
-    out: Annotated[Path, typer.Argument(help="A folder for each task is made in it.")],
+    out: Annotated[Path, typer.Argument(help="Folder in which a folder is made for each task.")],
     *,
     split: Split = "train",
     count: Annotated[int, typer.Option(help="Number of tasks.")] = 10,
 ) -> int:
-    """Write tasks in Harbor's format; one built from a repository brings its answer as ``solution/``."""
+    """Write tasks in Harbor's format; a task built from a repository includes its solution in ``solution/``."""
     if is_recipe(source):
         config = load_recipe(source)
         family, images = open_family(config), image_store(config.sandboxes, config.tasks)

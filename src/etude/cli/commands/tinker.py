@@ -27,18 +27,18 @@ app = group()
 def tinker(
     *,
     model: Annotated[Path, typer.Option(metavar="DIR", help="A Hugging Face checkpoint, with its tokenizer.")],
-    name: Annotated[str | None, typer.Option(help="What clients call it: base_model (default: DIR).")] = None,
+    name: Annotated[str | None, typer.Option(help="The clients' name for it, base_model (default: DIR).")] = None,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Where saved weights go.")] = Path("tinker"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = HOST,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = 8478,
     device: Annotated[Literal["cpu", "cuda", "auto"], typer.Option(help="Device to compute on.")] = "auto",
-    max_length: Annotated[int, typer.Option(min=64, help="Tokens of a prompt with its completion.")] = 2048,
-    clients: Annotated[int, typer.Option(min=1, help="Training clients at a time.")] = 4,
+    max_length: Annotated[int, typer.Option(min=64, help="Most tokens of a prompt with its completion.")] = 2048,
+    clients: Annotated[int, typer.Option(min=1, help="Most training clients at a time.")] = 4,
 ) -> None:
     """Let programs train a model step by step, over the Tinker API."""
     key = os.environ.get(KEY_VARIABLE) or KEY_PREFIX + secrets.token_urlsafe(24)
     if not key.startswith(KEY_PREFIX):
-        raise ConfigError(f"{KEY_VARIABLE} does not begin with {KEY_PREFIX!r}, without which the SDK refuses it")
+        raise ConfigError(f"{KEY_VARIABLE} must begin with {KEY_PREFIX!r}: the SDK refuses any other key")
     options = TinkerOptions(
         model=model,
         name=name or str(model),

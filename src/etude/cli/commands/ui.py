@@ -1,4 +1,4 @@
-"""`etude ui`: runs in a browser, while they go on and after."""
+"""`etude ui`: shows runs in a browser, while they run and afterwards."""
 
 import socket
 import sys
@@ -26,7 +26,7 @@ app = group()
 def ui(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="Run folders, folders with such, or URLs of runs (default: runs)."),
+        typer.Argument(metavar="RUN", help="Run folders, folders of run folders, or URLs of runs (default: runs)."),
     ] = None,
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = HOST,

@@ -1,4 +1,4 @@
-"""`etude weights`: look into a weight store, verify it, repair it, collect garbage, take versions out of it.
+"""`etude weights`: lists, verifies, repairs, exports and copies the versions of a weight store, and collects garbage.
 
 A store is named by a run folder or by the URL of an object store (a path, ``s3://…``). Records are signed and checked
 when the environment variable ``ETUDE_WEIGHTS_KEY`` holds a key.
@@ -41,13 +41,13 @@ from etude.weights.retention import collect
 from etude.weights.state import snapshot, state_bytes
 
 POLL_S = 0.1
-"""Seconds between two drawings of progress, and after which a relay looks for something new."""
+"""Seconds between two updates of a progress bar, and between two polls of a relay."""
 MOST_TENSORS = 20
-"""Shown of a comparison: the most changed ones."""
+"""Tensors that a comparison shows: those that changed most."""
 LEASE_S = 10 * 60.0
-"""Time that a reader's lease counts."""
+"""Seconds for which a reader's lease is valid."""
 RELAY_PAUSES = Backoff(first_s=0.5, longest_s=1.0, jitter=0.5)
-"""Before a relay tries again that could not reach a store; short, as a link that is back should be used at once."""
+"""Pauses of a relay that cannot reach a store; short, so that it continues as soon as the link is back."""
 NOTHING_THERE = "no version is published there"
 
 Item = TypeVar("Item")
@@ -59,11 +59,11 @@ Store: TypeAlias = Annotated[
 Version: TypeAlias = Annotated[int | None, typer.Option(help="Weight version (default: the newest).")]
 LogId: TypeAlias = Annotated[
     str | None,
-    typer.Option(metavar="ID", help="Refuse any other log, such as another run's with the same key."),
+    typer.Option(metavar="ID", help="Id that the log must have; refuses another run's log with the same key."),
 ]
 AtLeast: TypeAlias = Annotated[
     int,
-    typer.Option(metavar="N", help="Refuse a store whose newest version is older: something is missing."),
+    typer.Option(metavar="N", help="Refuse a store whose newest version is older than N, since versions are missing."),
 ]
 
 app = group()
@@ -71,7 +71,7 @@ app = group()
 
 @app.command("ls")
 def list_versions(store: Store, *, log_id: LogId = None) -> None:
-    """List the versions, their lineage and the links between them."""
+    """List the versions, the version that each was made from, and the links between them."""
     console().print(versions_table(log_of(store, log_id=log_id)), highlight=False)
 
 
@@ -102,7 +102,9 @@ def repair(
     if not done:
         console().print("nothing is broken")
     if not all(one.is_fixed for one in done):
-        raise DamagedError("some faults remain: see the lines above; the next version published goes around them")
+        raise DamagedError(
+            "some faults remain: see the lines above; readers can skip them once the next version is out"
+        )
 
 
 @app.command("pull")
@@ -146,11 +148,11 @@ def pull_version(
 def gc(
     store: Store,
     *,
-    keep: Annotated[int, typer.Option(help="Versions before the newest that are always kept.")] = 64,
+    keep: Annotated[int, typer.Option(help="Versions before the newest that are never removed.")] = 64,
     grace_s: Annotated[float, typer.Option(help="Age from which unused objects are removed.")] = 3600.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Delete what no reader, present or future, needs any more."""
+    """Delete what no present or future reader needs."""
     folder, needed = RunFolder(Path(store)), list[int]()
     if folder.config_file.is_file() and (loss := folder.config().loss).needs_reference:
         needed.append(loss.reference_version)  # the trainer reads it whenever it starts; a URL does not say
@@ -169,9 +171,9 @@ def export(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
     version: Version = None,
-    peft: Annotated[bool, typer.Option("--peft", help="Of a LoRA run: its adapter, unmerged.")] = False,
+    peft: Annotated[bool, typer.Option("--peft", help="Write only the adapter of a LoRA run, unmerged.")] = False,
 ) -> None:
-    """Write a version of a run as a Hugging Face checkpoint, tokenizer included, or its adapter as a PEFT folder."""
+    """Write a version of a run as a Hugging Face checkpoint with its tokenizer, or its adapter as a PEFT folder."""
     from etude.run.export import export_run  # takes torch
 
     print(f"weight version {export_run(open_run_folder(store, writes=False), out, version, peft=peft)} → {out}")
@@ -203,9 +205,9 @@ def diff(
 
 @app.command()
 def invert(store: Store, first: int, second: int) -> None:
-    """Write a link that leads back, for rolling back; it is made of those that lead forward."""
+    """Write a link from a newer version back to an older one, for rollbacks. It is computed from existing links."""
     if second >= first:
-        raise UserError(f"{first} → {second} does not lead back: give the newer version first")
+        raise UserError(f"{first} → {second} is not a way back: give the newer version first")
     link = Compactor(log_of(store)).link(first, second)
     if link is None:
         raise UserError(f"no link {first} → {second} can be made, or there is one already: see `etude weights ls`")
@@ -215,16 +217,16 @@ def invert(store: Store, first: int, second: int) -> None:
 @app.command()
 def relay(
     store: Store,
-    region: Annotated[str, typer.Argument(help="The nearer store.")],
+    region: Annotated[str, typer.Argument(metavar="REGION", help="URL of the store to copy to.")],
     *,
     once: Annotated[bool, typer.Option("--once", help="Copy what is there now, then exit.")] = False,
     log_id: LogId = None,
     at_least: AtLeast = 0,
 ) -> None:
-    """Copy a store into one that is nearer to its readers, and keep it up to date.
+    """Copy a store to another one that is closer to its readers, and keep the copy up to date.
 
-    Of several relays of a region one copies; another takes over when that one falls silent. A store that cannot be
-    reached is tried again, for ever.
+    If a region has several relays, one copies and another takes over when it stops. A store that cannot be reached is
+    retried without limit.
     """
     origin, nearer = log_of(store, log_id=log_id, at_least=at_least, far=True), open_store(region)
     if once:
@@ -244,7 +246,7 @@ def _keep_up(copying: Relay, lease: RelayLease, region: str) -> None:
         is_active = lease.wait(RELAY_PAUSES.first_s)
         if is_active != was_active:
             was_active = is_active
-            console().print("this relay is the active one" if is_active else "this relay stands by")
+            console().print("this relay is active" if is_active else "this relay is on standby")
         if not is_active:
             continue
         try:

@@ -89,11 +89,11 @@ def test_a_change_of_the_fleet_is_applied_and_shown(tmp_path: Path, capsys: pyte
     folder = RunFolder.create(tmp_path / "run", RunConfig())
     text = 'home = "here"\n[[regions]]\nname = "here"\nengines = 1\n'
     assert main(["fleet", "status", "--run", str(folder.path)]) == 2
-    assert "is not on a fleet" in capsys.readouterr().err
+    assert "has no fleet, or has not started it yet" in capsys.readouterr().err
     one = write_fleet(tmp_path, text)
     remember_fleet(folder, one)
     assert main(["fleet", "apply", str(tmp_path / "fleet.toml"), "--run", str(folder.path)]) == 2
-    assert "is not that far" in capsys.readouterr().err
+    assert "start after mid-training" in capsys.readouterr().err
     fleet_objects(folder).declare(desired_of(folder, one))
     assert main(["fleet", "apply", str(tmp_path / "fleet.toml"), "--run", str(folder.path)]) == 0
     more = write_fleet(tmp_path, text.replace("engines = 1", "engines = 2"))

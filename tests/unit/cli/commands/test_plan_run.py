@@ -112,7 +112,7 @@ def test_a_plan_without_a_run_counts_money(run: RunFolder, capsys: pytest.Captur
         (("--from", "runs/x", "--hardware", "h100"), "name one of them"),
         (("--hardware", "h100", "--link", "eu=80"), "--link would have no effect"),
         (("--hardware", "h100", "--search", "steps=none"), "expected steps=N or usd=N"),
-        (("--hardware", "h100", "--precision", "0.05"), "add --hours"),
+        (("--hardware", "h100", "--precision", "0.05"), "needs --hours"),
         (("--from", "runs/x", "--precision", "0.05"), "--precision would have no effect"),
         (("--from", "runs/x", "--search", "steps=3"), "--search would have no effect"),
     ],

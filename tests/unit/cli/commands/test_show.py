@@ -86,7 +86,7 @@ def test_a_group_and_a_rollout_are_read(run: Path, capsys: pytest.CaptureFixture
         (["--reward", ">=much"], "reward '>=much'"),
         (["--group", "0", "--limit", "3"], "--limit would have no effect"),
         (["--group", "0", "--has-hint"], "--has-hint would have no effect"),
-        (["--rollout", "01", "--slot", "0"], "--rollout says which"),
+        (["--rollout", "01", "--slot", "0"], "--rollout already chooses"),
         (["--tokens"], "--tokens needs --group N or --rollout ID"),
         (["--slot", "1"], "--slot needs --group N"),
         (["--limit", "0"], "--limit 0: expected 1 or more"),
@@ -97,7 +97,7 @@ def test_a_group_and_a_rollout_are_read(run: Path, capsys: pytest.CaptureFixture
         (["--group", "0", "--slot", "9"], "slot 9 has ended"),
         (["--rollout", "zz"], "has no rollout 'zz'"),
         (["--rollout", "0"], "begins several ids"),
-        (["--group", "0", "--export", "html"], "--export is of one rollout"),
+        (["--group", "0", "--export", "html"], "--export prints one rollout"),
     ],
 )
 def test_a_mistake_is_one_line_with_the_value(

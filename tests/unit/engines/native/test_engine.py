@@ -349,7 +349,7 @@ def test_sampling_masks_are_what_top_k_and_top_p_left_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("params", CUTTING, ids=("top-k", "top-p", "both", "all of k", "nearly all of p"))
-def test_there_is_a_kept_set_for_each_token_even_where_nothing_is_ever_cut(params: SamplingParams) -> None:
+def test_each_token_has_a_sampling_mask_even_without_truncation(params: SamplingParams) -> None:
     async def scene(engine: NativeEngine) -> None:
         completion = await engine.generate([1, 2], params, session="s")
         assert completion.sampling_mask is not None

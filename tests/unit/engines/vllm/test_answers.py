@@ -126,7 +126,7 @@ def test_routes_of_another_shape_are_no_answer(text: str | None) -> None:
         decode_routes({"routed_experts": text}, 6, (1, 3))
 
 
-def test_kept_sets_ascend_and_there_is_one_for_each_token() -> None:
+def test_each_token_has_a_sampling_mask_in_ascending_order() -> None:
     mask = mask_of([[5, 2], [], [9]], 3)
     assert mask.offsets.tolist() == [0, 2, 2, 3]
     assert mask.token_ids.tolist() == [2, 5, 9]
@@ -146,7 +146,7 @@ def test_wishes_that_would_be_ignored_are_refused() -> None:
     assert request_body([1], greedy, salt="s", stream=False)["sampling_params"]["top_p"] == 1.0
 
 
-def test_a_server_for_a_cpu_offers_neither_routes_nor_kept_sets() -> None:
+def test_a_server_on_a_cpu_offers_neither_routes_nor_sampling_masks() -> None:
     for routes in (True, False):
         with pytest.raises(ValueError, match="Triton"):
             VllmServer(python=Path("python"), model=Path("model"), port=1, routes=routes, sampling_mask=not routes)

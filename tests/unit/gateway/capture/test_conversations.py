@@ -504,7 +504,7 @@ def test_arguments_that_are_no_json_are_compared_as_text() -> None:
     assert not alike(called(deep), called(deep + " "))
 
 
-def test_whose_call_an_output_answers_does_not_matter_but_what_it_says_does() -> None:
+def test_the_call_id_of_an_output_is_ignored_but_its_text_is_not() -> None:
     output = ChatMessage(role="tool", content="ok\n", tool_call_id="call_1")
     assert alike(output, replace(output, tool_call_id="x"))
     assert not alike(output, replace(output, content="ok"))

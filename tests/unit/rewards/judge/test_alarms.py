@@ -42,6 +42,6 @@ def test_each_new_name_of_a_model_is_told_once() -> None:
     ]
 
 
-def test_the_first_word_of_a_judge_that_was_never_calibrated_is_no_change() -> None:
+def test_the_first_identity_of_an_uncalibrated_judge_is_not_a_change() -> None:
     watch = IdentityWatch()
     assert [watch.observe(name) for name in ("a", "a", "b")] == [False, False, True]

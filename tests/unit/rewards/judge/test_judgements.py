@@ -85,7 +85,7 @@ def test_a_judge_that_cannot_tell_has_no_verdict() -> None:
     assert judge(court(scoring(None, None, 5), params=THREE)).value is None
 
 
-def test_votes_are_had_from_the_cache_but_not_when_they_must_be_fresh() -> None:
+def test_votes_come_from_the_cache_unless_fresh_ones_are_required() -> None:
     endpoint = scoring(4)
     judging = court(endpoint, params=THREE)
     first = judge(judging)

@@ -21,7 +21,7 @@ def signal(
                   sent_at=-at, received_at=at)  # fmt: skip
 
 
-def test_the_newest_word_about_a_turn_and_span_counts_and_silence_is_no_zero() -> None:
+def test_the_newest_signal_about_a_turn_and_span_counts_and_a_missing_one_is_not_zero() -> None:
     signals = [
         signal(SignalKind.THUMBS, -1, 1),
         signal(SignalKind.THUMBS, 1, 2),  # thought better of it

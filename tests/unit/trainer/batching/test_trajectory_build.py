@@ -112,7 +112,7 @@ def test_routes_of_two_models_do_not_mix() -> None:
         build_trajectories(rollout(turn([1], [2]), other), 1.0)
 
 
-def test_kept_sets_lie_where_their_tokens_do() -> None:
+def test_sampling_masks_are_at_the_positions_of_their_tokens() -> None:
     sets = SamplingMask(offsets=np.array([0, 2, 2], np.int64), token_ids=np.array([3, 8], np.int32))
     last = SamplingMask(offsets=np.array([0, 1], np.int64), token_ids=np.array([6], np.int32))
     first, third = (
