@@ -89,10 +89,11 @@ def _first_step_s() -> float:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             try:
                 while time.time() < began_s + LIMIT_S and process.poll() is None:
-                    for logged in EventReader(place / "events").new():
-                        if isinstance(logged.event, ImitationProgress):
-                            return logged.at_s - began_s
                     time.sleep(POLL_S)
+                    events = EventReader(place / "events").new()
+                    steps = [logged.at_s for logged in events if isinstance(logged.event, ImitationProgress)]
+                    if steps:
+                        return steps[0] - began_s
             finally:
                 process.terminate()
     raise TimeoutError(f"`etude run quickstart` took no step within {LIMIT_S:g} s")

@@ -221,6 +221,12 @@ class FleetSimulation:
     batches_s: tuple[float, ...] = ()
     """Seconds of a step in each batch of ``steady``."""
 
+    def includes_step(self, step_s: float) -> bool:
+        """True if the 95 % interval of a step's time includes ``step_s``; needs ``steady``."""
+        assert self.steady is not None, "a simulation without batches has no interval"
+        mean_s = self.figures.step_s
+        return abs(step_s - mean_s) <= self.steady.step_s.relative * mean_s
+
 
 def steps_by_hour(events: SimulatedEvents, small: SmallFleet) -> dict[int, float]:
     """Hour of the day → steps in that hour, averaged over the days in which it was simulated."""

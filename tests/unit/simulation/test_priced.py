@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from etude.cli.commands.plan_priced import load_plan, other_words
+from etude.cli.commands.plan_priced import goal_json, goal_words, load_plan, other_words
 from etude.config.loading import load_recipe
 from etude.errors import ConfigError
 from etude.models.spec import ModelSpec
@@ -20,8 +20,10 @@ from etude.run.roofline import DecodeStep, Rates
 from etude.simulation import split
 from etude.simulation.figures import FULL, RunFigures
 from etude.simulation.priced import Costs, Fleet, PricedPlan, WorkloadShape, draw_workload, gpu_price
+from etude.simulation.run import SimulatedEvents
 from etude.simulation.split import (
     MOST_ROLLOUTS,
+    FleetSimulation,
     SimulationExtent,
     SmallFleet,
     engine_s,
@@ -32,6 +34,7 @@ from etude.simulation.split import (
     split_within,
     trainer_s,
 )
+from etude.simulation.steady import SteadyMean, SteadyState
 from etude.telemetry.events import StepDone
 
 ROOT = Path(__file__).parents[3]
@@ -227,6 +230,26 @@ def test_a_search_compares_splits_on_the_same_rollouts_and_says_which_it_cannot_
     assert ("no proven difference" in other_words(other, longer)) == (longer.low <= 0 <= longer.high)
     same = chosen.longer_than(chosen)
     assert same.value == 0 and "no proven difference" in other_words(chosen, same)
+
+
+@pytest.mark.parametrize(
+    ("steps_h", "met", "within"), [(30.0, True, False), (35.0, True, True), (37.0, False, True), (40.0, False, False)]
+)
+def test_a_goal_within_the_interval_of_a_step_is_said_to_be_so(
+    spec: ModelSpec, steps_h: float, met: bool, within: bool
+) -> None:
+    other = SteadyMean(0.5, 0.4)
+    simulated = FleetSimulation(
+        figures=FIGURES,  # 36 steps an hour
+        events=SimulatedEvents(logged=(), rollouts=(), sandboxes=()),
+        small=SmallFleet.of(fleet(spec)),
+        steady=SteadyState(
+            steps=60, step_s=SteadyMean(20.0, 1.0), trainer_busy=other, engine_busy=other, staleness=other
+        ),
+    )
+    assert goal_json(steps_h, simulated) == {"steps_per_hour": steps_h, "met": met, "within_interval": within}
+    words = goal_words(steps_h, simulated)
+    assert ("not met" not in words, "within the 95% interval" in words) == (met, within)
 
 
 @pytest.mark.parametrize("goal", ["steps", "steps=0", "usd=x", "time=3"])

@@ -92,7 +92,8 @@ def show_priced(
         hourly = {"steps_by_hour": {str(hour): round(steps, 2) for hour, steps in by_hour.items()}} if by_hour else {}
         inferred = {} if simulated.steady is None else {"intervals": steady_json(simulated.steady)}
         compared = {"others": [other_json(other, longer) for other, longer in others]} if goal is not None else {}
-        print(json.dumps(priced_json(fleet, figures, events, factor) | hourly | inferred | compared, indent=2))
+        judged = {"goal": goal_json(goal[1], simulated)} if goal is not None and goal[0] == "steps" else {}
+        print(json.dumps(priced_json(fleet, figures, events, factor) | hourly | inferred | judged | compared, indent=2))
         return
     table = light_table("plan", "predicted", broken=["predicted"])
     for label, words in priced_rows(fleet, figures, events, factor):
@@ -101,6 +102,8 @@ def show_priced(
         table.add_row(*hours_row(fleet, simulated, hours))
     if simulated.steady is not None:
         table.add_row("95% intervals", intervals_words(simulated.steady, len(events.steps)))
+    if goal is not None and goal[0] == "steps":
+        table.add_row("goal", goal_words(goal[1], simulated))
     for other, longer in others:
         table.add_row("other split", other_words(other, longer))
     if by_hour:
@@ -181,6 +184,24 @@ def intervals_words(steady: SteadyState, steps: int) -> str:
     """Half the width of each 95 % interval, and the number of simulated steps."""
     shares = ", ".join(f"{name} ± {relative:.1%}" for name, relative in _relative(steady).items())
     return f"{shares}; from {steps:,} simulated steps"
+
+
+def goal_words(steps_h: float, simulated: FleetSimulation) -> str:
+    """A goal in steps an hour, and if the chosen split meets it."""
+    step_s = HOUR_S / steps_h
+    words = f"{steps_h:g} steps an hour, {_seconds(step_s)} each: "
+    words += "met" if simulated.figures.step_s <= step_s else "not met"
+    return words + (", but within the 95% interval of a step" if simulated.includes_step(step_s) else "")
+
+
+def goal_json(steps_h: float, simulated: FleetSimulation) -> dict[str, Json]:
+    """The same as one JSON object."""
+    step_s = HOUR_S / steps_h
+    return {
+        "steps_per_hour": steps_h,
+        "met": simulated.figures.step_s <= step_s,
+        "within_interval": simulated.includes_step(step_s),
+    }
 
 
 def other_words(other: SplitCandidate, longer: Estimate) -> str:
