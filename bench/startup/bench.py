@@ -88,14 +88,18 @@ def _first_step_s() -> float:
         began_s = time.time()  # the clock of events
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             try:
-                while time.time() < began_s + LIMIT_S and process.poll() is None:
-                    time.sleep(POLL_S)
-                    events = EventReader(place / "events").new()
-                    steps = [logged.at_s for logged in events if isinstance(logged.event, ImitationProgress)]
-                    if steps:
-                        return steps[0] - began_s
+                return _await_step(place / "events", began_s + LIMIT_S) - began_s
             finally:
                 process.terminate()
+
+
+def _await_step(events: Path, deadline_s: float) -> float:
+    """Wait for the first step of mid-training; returns the time of its event. Raises ``TimeoutError``."""
+    while time.time() < deadline_s:
+        time.sleep(POLL_S)
+        for logged in EventReader(events).new():
+            if isinstance(logged.event, ImitationProgress):
+                return logged.at_s
     raise TimeoutError(f"`etude run quickstart` took no step within {LIMIT_S:g} s")
 
 
