@@ -7,7 +7,7 @@ WORKERS ?= 3
 NAME ?= loop
 CYCLONEDX := 7.5.0
 # On two cores of a virtual machine, in CI.
-TEST_MINUTES := 18
+TEST_MINUTES := 14
 REST_MINUTES := 22
 
 SHELL := bash
