@@ -250,9 +250,9 @@ def jump_s(pick: float) -> float:
 
 
 def command_line(pid: int) -> list[bytes]:
-    """The words that a process was started with; none if it is gone."""
+    """The words of a process's command line, which a forked process wrote with spaces; none if it is gone."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").split()
     except OSError:
         return []
 

@@ -154,7 +154,7 @@ def etude_commands() -> dict[int, str]:
     commands = {}
     for pid in usage.descendants(os.getpid()):
         with suppress(FileNotFoundError, ProcessLookupError):
-            words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")
+            words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ").split()
             if words[1:3] == ["-m", "etude"]:
                 commands[pid] = words[3]
     return commands

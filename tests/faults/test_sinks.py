@@ -19,7 +19,7 @@ from receivers import receiver
 from tiny_runs import DEADLINE_S, make_tiny_start
 from waiting import wait_until
 
-STEPS = 6
+STEPS = 60
 RECIPE = """
 name = "told"
 
