@@ -27,6 +27,14 @@ def descendants(pid: int) -> list[int]:
     return result
 
 
+def command_line(pid: int) -> list[str]:
+    """The words of a process's command line, between which a forked process writes spaces; none if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
+    except OSError:
+        return []
+
+
 def cpu_s(pids: Iterable[int]) -> float:
     """User and system seconds of processes that live, and of their children that ended."""
     ticks = 0

@@ -23,7 +23,7 @@ from bench.faults.link import Link, Weather
 from bench.faults.machine import Machine
 from bench.faults.schedule import Fault, Kind
 from bench.faults.supervisor import Supervisor
-from bench.usage import age_s, descendants
+from bench.usage import age_s, command_line, descendants
 from etude.errors import RunFolderError
 from etude.run.folder import RunFolder
 from etude.run.process_name import ProcessName
@@ -60,7 +60,7 @@ WEATHERS: Mapping[Kind, tuple[str, Weather]] = MappingProxyType(
     }
 )
 """Kind → the link it happens to, named after the process behind it, and how that is."""
-SANDBOX = b"etude.sandboxes"
+SANDBOX = "etude.sandboxes"
 """Stands in the command line of a sandbox's worker and of what it forks commands from."""
 ROOM_BYTES = 20_000
 """Most bytes that still fit on a disk that is about to be full."""
@@ -208,7 +208,7 @@ class Injector:
         """The process of the run that runs ``command``."""
         if command == SUPERVISOR:
             return self._supervisor.pid
-        words = [b"-m", b"etude", command.encode()]
+        words = ["-m", "etude", command]
         result = [pid for pid in descendants(self._supervisor.pid) if command_line(pid)[1:4] == words]
         return picked(result, 0.0)
 
@@ -247,14 +247,6 @@ def jump_s(pick: float) -> float:
     back, far = (pick < 0.5), (pick * 2) % 1.0
     seconds = JUMP_S[0] * math.exp(far * math.log(JUMP_S[1] / JUMP_S[0]))
     return -seconds if back else seconds
-
-
-def command_line(pid: int) -> list[bytes]:
-    """The words of a process's command line, which a forked process wrote with spaces; none if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").split()
-    except OSError:
-        return []
 
 
 def _size_bytes(path: Path) -> int:

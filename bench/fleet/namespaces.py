@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bench.sync.router import enter_namespace
+from bench.usage import command_line
 
 ROUTER = "bench.sync.router"
 """The emulator's program, which stays in the namespace that it made last."""
@@ -25,7 +26,7 @@ def processes_in(init: int) -> dict[int, list[str]]:
     """Process id → command line of all that runs on a machine; the emulator of links, which visits it, does not."""
     machine = _machine(init)
     running = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    there = {pid: _command(pid) for pid in running if machine is not None and _machine(pid) == machine}
+    there = {pid: command_line(pid) for pid in running if machine is not None and _machine(pid) == machine}
     return {pid: words for pid, words in there.items() if ROUTER not in words}
 
 
@@ -49,13 +50,6 @@ def _machine(pid: int) -> str | None:
         return str(Path(f"/proc/{pid}/ns/net").readlink())
     except OSError:
         return None
-
-
-def _command(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
-    except OSError:
-        return []
 
 
 if __name__ == "__main__":

@@ -153,10 +153,9 @@ def etude_commands() -> dict[int, str]:
     """Process id → ``etude`` command, of all below this process."""
     commands = {}
     for pid in usage.descendants(os.getpid()):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ").split()
-            if words[1:3] == ["-m", "etude"]:
-                commands[pid] = words[3]
+        words = usage.command_line(pid)
+        if words[1:3] == ["-m", "etude"]:
+            commands[pid] = words[3]
     return commands
 
 

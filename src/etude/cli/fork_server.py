@@ -1,8 +1,10 @@
-"""The fork server of :mod:`etude.run.launchers.fork_server`: ``python -m etude.cli.fork_server DESCRIPTOR``.
+"""``python -m etude.cli.fork_server DESCRIPTOR``: the server that :mod:`etude.run.launchers.fork_server` starts.
 
-import ──▶ wait ──order──▶ fork ──▶ new session, environment, log, name ──▶ the command, as `etude` runs it
-▲                │
-└──process id────┘
+    import ──▶ wait ──order──▶ fork ──▶ new session, environment, log, name ──▶ the command, as `etude` runs it
+                ▲                │
+                └──process id────┘
+
+``DESCRIPTOR`` is the number of the socket on which orders come.
 """
 
 import contextlib

@@ -9,11 +9,11 @@ import pytest
 from bench.faults.audit import Wrong
 from bench.faults.bench import recipe
 from bench.faults.chaos_run import Bounds, ChaosRun, RunLog
-from bench.faults.injector import LAUNCH_S, Injector, NoVictim, Site, command_line, damageable
+from bench.faults.injector import LAUNCH_S, Injector, NoVictim, Site, damageable
 from bench.faults.machine import Machine, compile_preload, missing
 from bench.faults.schedule import Fault, FaultSchedule, Kind
 from bench.faults.supervisor import Supervisor
-from bench.usage import age_s, descendants
+from bench.usage import age_s, command_line, descendants
 from etude.run.folder import RunFolder
 
 pytestmark = pytest.mark.heavy("a C compiler", missing=missing() is not None)
@@ -47,7 +47,7 @@ def test_a_run_that_stands_still_is_found_and_ended(site: Site, tmp_path: Path) 
     run_log = run_under_fire(folder, site, Bounds(still_s=0.1))
     assert "nothing happened" in run_log.findings[0].what
     assert run_log.resumes == 0
-    assert not {pid for pid in set(descendants(1)) - before if str(folder.path).encode() in command_line(pid)}
+    assert not {pid for pid in set(descendants(1)) - before if str(folder.path) in " ".join(command_line(pid))}
 
 
 def test_a_run_that_ends_again_and_again_is_found_with_its_last_error(site: Site, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_process_is_frozen_once_it_has_given_a_sign_of_life(site: Site, tmp_pa
     freeze = Fault(number=0, kind=Kind.FREEZE, at=0, delay_s=0.0, hold_s=0.0, pick=0.0)
     refused, frozen_after_s, deadline_s = 0, None, time.monotonic() + 120
     while frozen_after_s is None and time.monotonic() < deadline_s:
-        serving = [pid for pid in descendants(supervisor.pid) if b"serve" in command_line(pid)]
+        serving = [pid for pid in descendants(supervisor.pid) if "serve" in command_line(pid)]
         try:
             with injector.begin(freeze):
                 frozen_after_s = age_s(serving[0])
