@@ -62,11 +62,23 @@ def test_the_costs_on_the_page_of_models_are_those_of_the_plans(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (DOCS / "tutorials" / "your-model.md").read_text(encoding="utf-8")
-    minutes, usd = map(float, re.findall(rf"`recipes/{recipe}` .*?\| ([\d.]+) min, \$([\d.]+)", page)[0])
+    row = re.findall(rf"`recipes/{recipe}` .*?\| ([\d.]+) min, \$([\d.]+) \| ([\d.]+) hours, \$([\d.]+)", page)[0]
+    minutes, usd, hours, usd_of_100 = map(float, row)
     assert main(["plan", "run", str(DOCS.parent / "recipes" / recipe), "--hardware", "h100", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["step_s"] / 60 == pytest.approx(minutes, abs=0.05)
     assert plan["usd"]["step"] == pytest.approx(usd, abs=0.005)
+    assert 100 * plan["step_s"] / 3600 == pytest.approx(hours, abs=0.05)
+    assert 100 * plan["usd"]["step"] == pytest.approx(usd_of_100, abs=0.5)
+
+
+def test_the_cost_of_a_trillion_parameters_is_that_of_the_page_on_planning() -> None:
+    page = (DOCS / "tutorials" / "your-model.md").read_text(encoding="utf-8")
+    planning = (DOCS / "planning.md").read_text(encoding="utf-8").split("--hardware docs/plans/composer.toml")[1]
+    minutes, usd = re.findall(r"`recipes/gpu-1t` .*?\| ([\d.]+) min, \$([\d,]+)", page)[0]
+    assert re.findall(r"a step +([\d.]+) min", planning)[0] == minutes
+    planned_usd = re.findall(r"money +\$([\d,.]+) a step", planning)[0]
+    assert float(planned_usd.replace(",", "")) == pytest.approx(float(usd.replace(",", "")), abs=0.5)
 
 
 def test_every_tutorial_is_on_the_site() -> None:
