@@ -34,7 +34,7 @@ from etude.types import RolloutStatus
 
 ENGINE = "serve-1"
 """The engine that is lent: the last one of the region."""
-STEPS, GROUPS = 80, 4
+STEPS, GROUPS = 200, 4
 START_S, RUN_S = 300.0, 900.0
 """Longest times for an engine to start, and for the run."""
 POLL_S = 0.02

@@ -92,6 +92,8 @@ class TrainerNodesConfig(Section):
     """Port of the first node at which the others meet it."""
 
 
+SCALED = ("engines", "gateways", "sandbox_hosts")
+"""Numbers of a region that may follow the trainer."""
 PRODUCTIONS = Registry("regions.lending.production", "production", {"metrics": "etude.run.lending:MetricsProduction"})
 """Ways to ask production for its load: a class that is a :class:`~etude.fleet.lending.Production`, made of the
 :class:`LendingConfig`.
@@ -132,23 +134,53 @@ class LendingConfig(Section):
         return self
 
 
-class ScalingConfig(Section):
-    """``[regions.scaling]``: how many engines a region may have, while the run changes their number by itself."""
+class ReplicaBounds(Section):
+    """Bounds of a number of processes that the run changes by itself."""
 
     most: int = Field(default=0, ge=0)
-    """0: the number of engines stays as it is."""
+    """0: the number stays as it is."""
     fewest: int = Field(default=1, ge=0)
-    cost_per_hour: float = Field(default=1.0, ge=0)
-    """Price of one engine, in any currency: the cheapest region grows first."""
+    cost_per_hour: float = Field(default=0.0, ge=0)
+    """Price of one of them, in any currency: the cheapest region grows first."""
 
     @model_validator(mode="after")
-    def _check_scaling(self) -> Self:
+    def _check_bounds(self) -> Self:
         if not self.most:
-            self.refuse_idle("regions.scaling", ["fewest", "cost_per_hour"],
-                             "with most = 0, by which the number of engines stays as it is")  # fmt: skip
+            self.refuse_idle(
+                "scaling", ["fewest", "cost_per_hour"], "with most = 0, by which the number stays as it is"
+            )
         elif self.fewest > self.most:
-            raise ValueError(f"regions.scaling: fewest = {self.fewest} is more than most = {self.most}")
+            raise ValueError(f"scaling: fewest = {self.fewest} is more than most = {self.most}")
         return self
+
+    def check_within(self, key: str, number: int) -> None:
+        """Raise ``ValueError`` if the first ``number`` of a key is outside of them."""
+        if self.most and not self.fewest <= number <= self.most:
+            raise ValueError(f"{key} = {number} is not within its bounds in [scaling], {self.fewest} to {self.most}")
+
+
+FIXED = ReplicaBounds()
+
+
+class RegionScaling(Section):
+    """``[regions.scaling]``: numbers of a region's processes that follow the trainer."""
+
+    engines: ReplicaBounds = FIXED
+    gateways: ReplicaBounds = FIXED
+    sandbox_hosts: ReplicaBounds = FIXED
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if none of the numbers may change."""
+        return not (self.engines.most or self.gateways.most or self.sandbox_hosts.most)
+
+
+class FleetScaling(Section):
+    """``[scaling]``: numbers of the run's processes that follow the trainer."""
+
+    rollouts: ReplicaBounds = FIXED
+    cost_per_hour: float = Field(default=0.0, ge=0)
+    """Most money for all processes whose number changes by itself; 0 for no bound."""
 
 
 class RegionConfig(Section):
@@ -165,8 +197,8 @@ class RegionConfig(Section):
     """Engines on machines that production may take back when it needs them."""
     lending: LendingConfig = LendingConfig()
     """When those run."""
-    scaling: ScalingConfig = ScalingConfig()
-    """Bounds between which the number of engines follows the trainer."""
+    scaling: RegionScaling = RegionScaling()
+    """Bounds between which the numbers of processes follow the trainer."""
     relays: int = Field(default=2, ge=1)
     """Processes that bring weights here: one is active, the others stand by. The home region needs none."""
     sandbox_hosts: int = Field(default=0, ge=0)
@@ -185,18 +217,30 @@ class RegionConfig(Section):
         if self.lending.places and not self.lent_engines:
             raise ValueError(f"regions: {self.name} has [regions.lending] and no lent_engines: set lent_engines = 1 or "
                              f"more")  # fmt: skip
-        if self.scaling.most and not self.scaling.fewest <= self.engines <= self.scaling.most:
-            raise ValueError(f"regions: {self.name}: engines = {self.engines} is not within its [regions.scaling], "
-                             f"{self.scaling.fewest} to {self.scaling.most}")  # fmt: skip
-        if self.scaling.most and self.lent_engines:
-            raise ValueError(f"regions: {self.name} has [regions.scaling] and lent_engines, whose machines are not the "
+        for key in SCALED:
+            self.bounds(key).check_within(f"regions: {self.name}: {key}", getattr(self, key))
+        if (
+            self.scaling.gateways.most
+            and not self.scaling.gateways.fewest
+            and (self.engines or self.scaling.engines.most)
+        ):
+            raise ValueError(f"regions: {self.name}: scaling.gateways.fewest = 0 would leave its engines without a "
+                             f"gateway: set 1 or more")  # fmt: skip
+        if self.scaling.engines.most and self.lent_engines:
+            raise ValueError(f"regions: {self.name} has scaling.engines and lent_engines, whose machines are not the "
                              f"run's to give up: make them a region of their own")  # fmt: skip
         return self
 
+    def bounds(self, key: str) -> ReplicaBounds:
+        """Bounds of one of the numbers in :data:`SCALED`."""
+        bounds = getattr(self.scaling, key)
+        assert isinstance(bounds, ReplicaBounds)
+        return bounds
+
     @property
     def automatic(self) -> tuple[str, ...]:
-        """Keys by which its engines come and go by themselves."""
-        keys = {"regions.lending": self.lending.places, "regions.scaling": self.scaling.most}
+        """Keys by which its processes come and go by themselves."""
+        keys = {"regions.lending": self.lending.places, "regions.scaling": not self.scaling.is_fixed}
         return tuple(key for key, is_set in keys.items() if is_set)
 
     def is_lent(self, replica: int) -> bool:
@@ -221,14 +265,16 @@ class FleetConfig(Section):
     resources: dict[str, ResourcesConfig] = Field(default_factory=dict)
     """``[resources.serve]`` and the like; a command without one needs a CPU."""
     regions: tuple[RegionConfig, ...]
-    cost_per_hour: float = Field(default=0.0, ge=0)
-    """Most money for engines of regions whose number changes by itself; 0 for no bound."""
+    scaling: FleetScaling = FleetScaling()
+    """Bounds between which the number of rollouts processes follows the trainer, and of the cost of all that does."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     slurm: SlurmConfig = SlurmConfig()
 
     def check_automatic(self, launcher: str) -> None:
-        """Raise ``ValueError`` if engines are to come and go by themselves with a launcher that cannot let them."""
-        if launcher in RENDERED and (tables := [table for region in self.regions for table in region.automatic]):
+        """Raise ``ValueError`` if processes are to come and go by themselves with a launcher that cannot let them."""
+        tables = [table for region in self.regions for table in region.automatic]
+        tables += ["scaling.rollouts"] if self.scaling.rollouts.most else []
+        if launcher in RENDERED and tables:
             raise ValueError(f"{tables[0]} has no effect with launcher = {launcher!r}, whose files say once and for "
                              f"all what runs: leave it out, or choose 'ray' or 'local'")  # fmt: skip
 
@@ -263,6 +309,7 @@ class FleetConfig(Section):
             raise ValueError(f"regions: {bare[0]} has no store: where there are several regions each has an object "
                              f"store of its own, such as store = 's3://BUCKET/runs/NAME'")  # fmt: skip
         self.check_automatic(self.launcher)
+        self.scaling.rollouts.check_within("rollouts", self.rollouts)
         if unknown := [command for command in self.resources if command not in COMMANDS]:
             raise ValueError(f"unknown key 'resources.{unknown[0]}': resources has {', '.join(COMMANDS)}")
         if self.launcher == "slurm" and len(names) > 1:

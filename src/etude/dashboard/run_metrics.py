@@ -20,6 +20,7 @@ from etude.telemetry.events import (
     AlertChanged,
     EngineStats,
     EvalDone,
+    GatewayStats,
     GroupAdmitted,
     HeldoutLoss,
     ImitationProgress,
@@ -35,6 +36,7 @@ from etude.telemetry.events import (
     ProcessStarted,
     RegionServed,
     RolloutClosed,
+    RolloutsStats,
     RunStarted,
     SinkFailed,
     StepDone,
@@ -140,6 +142,10 @@ class RunMetrics:
         """Reports of all engines."""
         self.engines: dict[str, EngineStats] = {}
         """The newest report of each engine, by the name of its process."""
+        self.gateways: dict[str, list[Timed[GatewayStats]]] = {}
+        """Reports of each gateway, by the name of its process."""
+        self.places: dict[str, list[Timed[RolloutsStats]]] = {}
+        """Reports of each rollouts process, by its name."""
         self.swapped_to: dict[str, int] = {}
         """The weight version of each engine that has swapped."""
         self.rollouts: dict[str, Tally] = {}
@@ -219,6 +225,10 @@ class RunMetrics:
             case EngineStats():
                 _insert(self.engine, Timed(at_s, event))
                 self.engines[logged.process] = event
+            case GatewayStats():
+                _insert(self.gateways.setdefault(logged.process, []), Timed(at_s, event))
+            case RolloutsStats():
+                _insert(self.places.setdefault(logged.process, []), Timed(at_s, event))
             case RolloutClosed():
                 self.rollouts.setdefault(event.purpose, Tally()).add(event)
                 if event.status == RolloutStatus.FAILED_INFRA:

@@ -7,7 +7,7 @@
 - consumes: training tasks in their order (:mod:`etude.rollouts.task_order`), or the tasks of an evaluation; the weight
   version being served
 - produces: groups and ended rollouts in the ledger, one ``GroupAdmitted`` event per group, one
-  ``RolloutClosed`` per attempt
+  ``RolloutClosed`` per attempt; one ``RolloutsStats`` every ``LOOK_S``
 - waits for: room in the staleness window and in the concurrency limit; rollouts, each of which is bounded
 - woken by: the end of a rollout; another weight version that is served; every ``LOOK_S``, because other
   rollouts processes may fill the same groups, or die and leave slots behind
@@ -27,7 +27,7 @@ from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
 from etude.rollouts.admission import NOT_LIVE, Admission
 from etude.rollouts.runner import RolloutRunner
 from etude.rollouts.worker import RolloutContext
-from etude.telemetry.events import GroupAdmitted
+from etude.telemetry.events import GroupAdmitted, RolloutsStats
 from etude.telemetry.log import EventLog
 from etude.types import Task
 
@@ -36,7 +36,7 @@ POLL_S = 0.02
 time of a rollout.
 """
 LOOK_S = 2.0
-"""Longest delay until slots filled or left behind by other rollouts processes are noticed."""
+"""Longest delay until slots filled or left behind by other rollouts processes are noticed, and between reports."""
 TRAIN_TEMPERATURE = 1.0
 """The policy gradient is only valid for samples of the policy itself."""
 
@@ -73,15 +73,18 @@ class Dispatcher:
             self._runner(TRAIN, self._config, TRAIN_TEMPERATURE) as runner,
             background_task(self._follow_version(runner)) as following,
         ):
-            look_s = -math.inf
+            look_s, most = -math.inf, 0
             while (progress := self._ledger.progress()).complete < admission.groups_needed(loads):
                 if self._context.clock.now() >= look_s:
                     look_s = self._context.clock.now() + LOOK_S
                     runner.launch(slot for slot in self._ledger.open_slots(TRAIN) if slot not in runner)
+                    self._events.write(RolloutsStats(running=most, capacity=self._config.concurrency))
+                    most = 0
                 if self._serving_version() != version:
                     version = self._serving_version()
                     loads = self._ledger.loads.count(version)
                 self._admit(admission, runner, admitted=progress.usable, version=version, loads=loads)
+                most = max(most, len(runner))
                 await runner.turn(max(0.0, look_s - self._context.clock.now()))
                 if following.done():
                     following.result()

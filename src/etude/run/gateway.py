@@ -290,13 +290,13 @@ async def announce(log: WeightLog, receive: Callable[[int, str], None]) -> None:
 
 async def report_calls(gateway: Gateway, events: EventLog) -> None:
     """Log the calls of each period of ``STATS_S`` that had any, forever."""
-    since_s = time.perf_counter()
+    since_s, before_cpu_s = time.perf_counter(), time.process_time()
     while True:
         await asyncio.sleep(STATS_S)
-        load, now_s = gateway.take_load(), time.perf_counter()
+        load, now_s, cpu_s = gateway.take_load(), time.perf_counter(), time.process_time()
         if load.calls:
-            events.write(GatewayStats(window_s=now_s - since_s, **asdict(load)))
-        since_s = now_s
+            events.write(GatewayStats(window_s=now_s - since_s, cpu_s=cpu_s - before_cpu_s, **asdict(load)))
+        since_s, before_cpu_s = now_s, cpu_s
 
 
 def _keep_shadow(tables: RoutingTables, call: ShadowCall) -> None:

@@ -28,8 +28,9 @@ from etude.fleet.specs import ProcessSpec
 from etude.ledger.ledger import Ledger
 from etude.run.event_copies import EventDownloads
 from etude.run.events import open_events
-from etude.run.fleet_changes import EngineScaler, change_fleet
+from etude.run.fleet_changes import change_fleet
 from etude.run.fleet_plan import is_gated, is_gated_early, plan_loop, plan_phase
+from etude.run.fleet_scaler import FleetScaler
 from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.live_notices import LiveNotices
@@ -175,7 +176,7 @@ def _keep_alive(
         heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
     memory_s, live = time.monotonic(), LiveNotices(folder, config)
-    scaler = EngineScaler(placement.fleet, partial(change_fleet, folder), progress.notice)
+    scaler = FleetScaler(placement.fleet, partial(change_fleet, folder), progress.notice)
     try:
         while not supervisor.check():
             progress.update()

@@ -246,6 +246,22 @@ class GatewayStats:
     """Sum of their durations."""
     waited_s: float
     """Part of that in which no engine worked on them."""
+    cpu_s: float = 0.0
+    """Processor time of the gateway; 0 in logs of earlier versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutsStats:
+    """Places of a rollouts process that were in use since its previous event: the most at a time."""
+
+    running: int
+    """Rollouts that run or wait for their next attempt."""
+    capacity: int
+    """``rollouts.concurrency``."""
+    sandboxes: int = 0
+    """Sandboxes that are open or asked for on several hosts; 0 where there are none."""
+    sandbox_room: int = 0
+    """Further sandboxes that these hosts could take, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,6 +414,7 @@ Event: TypeAlias = (
     | WeightsSwapped
     | EngineStats
     | GatewayStats
+    | RolloutsStats
     | RolloutClosed
     | EvalDone
     | JudgeAlarm

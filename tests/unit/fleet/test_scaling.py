@@ -8,20 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.fleet.scaling import IDLE, WAITS, EngineRange, ScalingLimits, ScalingTable, StepLoad
+from etude.fleet.scaling import WAITS, ReplicaRange, ScalingLimits, ScalingTable, StepLoad
 
-NEAR = EngineRange(region="near", fewest=1, most=64, cost_per_hour=2.0)
-FAR = EngineRange(region="far", fewest=1, most=8, cost_per_hour=1.0)
+NEAR = ReplicaRange(region="near", fewest=1, most=64, cost_per_hour=2.0)
+FAR = ReplicaRange(region="far", fewest=1, most=8, cost_per_hour=1.0)
 SETTLE = ScalingLimits().settle
 
 
 def full(wait_share: float) -> StepLoad:
-    return StepLoad(work_s=1 - wait_share, wait_s=wait_share, engines_busy=1.0)
+    return StepLoad(work_s=1 - wait_share, wait_s=wait_share, busy=1.0)
 
 
-def after(table: ScalingTable, load: StepLoad, steps: int = SETTLE) -> dict[str, int]:
+def after(
+    table: ScalingTable, load: StepLoad, steps: int = SETTLE, *, budget_per_hour: float = math.inf
+) -> dict[str, int]:
     for _ in range(steps):
-        table.step(load)
+        table.step(load, budget_per_hour=budget_per_hour)
     return table.counts
 
 
@@ -35,13 +37,32 @@ def test_it_may_wait_a_little() -> None:
 
 
 def test_where_something_else_is_slow_more_engines_are_no_help() -> None:
-    slow = StepLoad(work_s=1.0, wait_s=3.0, engines_busy=0.3)
+    slow = StepLoad(work_s=1.0, wait_s=3.0, busy=0.3)
     assert after(ScalingTable([NEAR], {"near": 9}), slow, 40) == {"near": 9}
+
+
+def test_it_does_not_grow_while_others_that_it_uses_are_full() -> None:
+    table = ScalingTable([NEAR], {"near": 9})
+    for _ in range(3 * SETTLE):
+        assert not table.step(full(0.5), may_grow=False)
+    assert table.is_full
+    idle = StepLoad(work_s=1.0, wait_s=0.0, busy=0.45)
+    for _ in range(ScalingLimits().calm):
+        table.step(idle, may_grow=False)
+    assert table.counts == {"near": 5}, "it may shrink"
+    assert not table.is_full
+
+
+def test_places_that_were_asked_for_and_not_there_count() -> None:
+    short = StepLoad(work_s=1.0, wait_s=0.0, busy=1.5)
+    assert after(ScalingTable([NEAR], {"near": 9}), short, 40) == {"near": 9}, "the trainer does not wait"
+    waiting = StepLoad(work_s=0.9, wait_s=0.1, busy=1.5)
+    assert after(ScalingTable([NEAR], {"near": 9}), waiting) == {"near": math.ceil(9 * 1.5 / 0.9 / 0.9)}
 
 
 def test_idle_engines_go_once_they_have_been_so_for_long() -> None:
     table = ScalingTable([NEAR], {"near": 10})
-    idle = StepLoad(work_s=1.0, wait_s=0.0, engines_busy=0.45)
+    idle = StepLoad(work_s=1.0, wait_s=0.0, busy=0.45)
     assert after(table, idle, ScalingLimits().calm - 1) == {"near": 10}
     table.step(full(0.0))
     assert after(table, idle, ScalingLimits().calm - 1) == {"near": 10}, "busy meanwhile"
@@ -51,24 +72,24 @@ def test_idle_engines_go_once_they_have_been_so_for_long() -> None:
 def test_the_cheapest_region_grows_first_the_dearest_shrinks_first_and_money_bounds_both() -> None:
     table = ScalingTable([NEAR, FAR], {"near": 4, "far": 4})
     assert after(table, full(0.5)) == {"near": 8, "far": 8}, "8 is all that far has"
-    idle = StepLoad(work_s=1.0, wait_s=0.0, engines_busy=0.5)
+    idle = StepLoad(work_s=1.0, wait_s=0.0, busy=0.5)
     assert after(table, idle, 10) == {"near": 1, "far": 8}
-    poor = ScalingTable([NEAR], {"near": 2}, ScalingLimits(cost_per_hour=7.0))
-    assert after(poor, full(0.5)) == {"near": 3}
+    poor = ScalingTable([NEAR], {"near": 2})
+    assert after(poor, full(0.5), budget_per_hour=7.0) == {"near": 3}
     assert poor.cost_per_hour == 6.0
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: EngineRange(region="r", fewest=2, most=1),
-        lambda: EngineRange(region="r", fewest=0, most=1, cost_per_hour=-1.0),
+        lambda: ReplicaRange(region="r", fewest=2, most=1),
+        lambda: ReplicaRange(region="r", fewest=0, most=1, cost_per_hour=-1.0),
         lambda: ScalingLimits(window=5, settle=4),
-        lambda: ScalingLimits(cost_per_hour=0.0),
+        lambda: ScalingLimits(full=0.9, target=0.8),
     ],
 )
 def test_bounds_that_cannot_be_are_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match="cost_per_hour"):
+    with pytest.raises(ValueError, match=r"fewest is at least 0|window is 1"):
         wrong()  # type: ignore[operator]
 
 
@@ -79,7 +100,7 @@ def played(demand: Sequence[float], *, work_s: float = 10.0, lag: int = 2) -> li
         engines = history[-lag]
         step_s = max(work_s, seconds / engines)
         busy = min(1.0, seconds / engines / step_s)
-        table.step(StepLoad(work_s=work_s, wait_s=step_s - work_s, engines_busy=busy))
+        table.step(StepLoad(work_s=work_s, wait_s=step_s - work_s, busy=busy))
         history.append(table.counts["near"])
         serving.append(table.counts["near"])
     return serving
@@ -107,19 +128,19 @@ def test_under_any_steady_load_it_comes_to_rest_where_the_trainer_hardly_waits(s
         assert step_s - 10.0 <= WAITS * step_s
     if engines > NEAR.fewest:
         fewer = seconds / (engines - 1) / 10.0
-        assert fewer > 1 - 2 * IDLE, "one fewer would be full, or nearly"
+        assert fewer > ScalingLimits().full, "one fewer would be full, or nearly"
 
 
-LOADS = st.builds(StepLoad, work_s=st.floats(0, 9), wait_s=st.floats(0, 9), engines_busy=st.floats(0, 1))
+LOADS = st.builds(StepLoad, work_s=st.floats(0, 9), wait_s=st.floats(0, 9), busy=st.floats(0, 1))
 
 
 @given(st.lists(LOADS, max_size=60), st.integers(1, 8), st.integers(1, 8))
 def test_bounds_hold_whatever_is_heard(loads: Sequence[StepLoad], near: int, far: int) -> None:
-    table = ScalingTable([NEAR, FAR], {"near": near, "far": far}, ScalingLimits(cost_per_hour=40.0))
+    table = ScalingTable([NEAR, FAR], {"near": near, "far": far})
     start = table.cost_per_hour
     last = 0
     for number, load in enumerate(loads, 1):
-        if table.step(load):
+        if table.step(load, budget_per_hour=40.0):
             assert number - last >= SETTLE
             last = number
         for each in (NEAR, FAR):

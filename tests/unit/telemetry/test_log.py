@@ -26,6 +26,7 @@ from etude.telemetry.events import (
     ProcessStarted,
     RegionServed,
     RolloutClosed,
+    RolloutsStats,
     RunStarted,
     SinkFailed,
     StepSaved,
@@ -80,7 +81,8 @@ EXAMPLES: tuple[Event, ...] = (
     AlertChanged(alert="idle", firing=True, value=3.0, summary="no_signal = 3, above 2", to=["log"]),
     SinkFailed(sink="wandb", reason="unavailable", lost=0),
     StepSaved(step=3, commit_s=0.25, save_s=0.5, publish_s=0.125),
-    GatewayStats(window_s=2.0, calls=3, failed=1, call_s=1.5, waited_s=0.25),
+    GatewayStats(window_s=2.0, calls=3, failed=1, call_s=1.5, waited_s=0.25, cpu_s=0.5),
+    RolloutsStats(running=96, capacity=128, sandboxes=90, sandbox_room=38),
 )  # fmt: skip
 
 
