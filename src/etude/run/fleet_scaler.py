@@ -35,20 +35,22 @@ class FleetScaler:
         self._change, self._notify = change, notify
         self._fleet = self._followed = fleet
         """The newest fleet, and the one that the supervisor follows: equal once a change has arrived there."""
-        self._steps = 0
-        """Number of steps already evaluated."""
+        self._steps: int | None = None
+        """Number of steps already evaluated; ``None`` before the first look."""
         self._since_s = 0.0
         self._kinds = _kinds_of(fleet)
 
     def look(self, run: RunMetrics, followed: FleetConfig) -> None:
-        """Evaluate the run's new steps, and change the fleet if needed. ``followed`` is the fleet that the supervisor
-        follows; a change by a user is the new starting point.
+        """Evaluate the run's steps since the previous look, and change the fleet if needed. The first look evaluates
+        none: the steps before a run was resumed say nothing about the present numbers. ``followed`` is the fleet that
+        the supervisor follows; a change by a user is the new starting point.
         """
         if followed != self._followed:
             self._followed = followed
             if followed != self._fleet:
                 self._fleet, self._kinds = followed, _kinds_of(followed)
-        new, self._steps = run.steps[self._steps :], len(run.steps)
+        new = [] if self._steps is None else run.steps[self._steps :]
+        self._steps = len(run.steps)
         for step in new:
             window, self._since_s = _StepWindow(run, self._since_s, step.at_s), step.at_s
             metrics = step.event.metrics

@@ -53,6 +53,11 @@ def test_it_does_not_grow_while_others_that_it_uses_are_full() -> None:
     assert not table.is_full
 
 
+def test_of_a_trainer_that_did_not_work_nothing_follows() -> None:
+    hung = StepLoad(work_s=0.0, wait_s=60.0, busy=1.0)
+    assert after(ScalingTable([NEAR], {"near": 9}), hung, 40) == {"near": 9}
+
+
 def test_places_that_were_asked_for_and_not_there_count() -> None:
     short = StepLoad(work_s=1.0, wait_s=0.0, busy=1.5)
     assert after(ScalingTable([NEAR], {"near": 9}), short, 40) == {"near": 9}, "the trainer does not wait"

@@ -34,11 +34,17 @@ class Played:
         self.followed = of
         self.fleets, self.messages = list[FleetConfig](), list[str]()
         self.scaler = FleetScaler(of, self.fleets.append, self.messages.append)
+        self.scaler.look(self.metrics, of)
         self._steps = 0
 
+    @property
+    def next_s(self) -> float:
+        """Time at which the next step ends."""
+        return 10.0 * (self._steps + 1)
+
     def step(self, wait_s: float, busy_share: float, engines: int) -> None:
+        at_s = self.next_s
         self._steps += 1
-        at_s = 10.0 * self._steps
         for replica in range(engines):
             stats = EngineStats(busy_s=10 * busy_share, window_s=10.0, generated_tokens=1, prefill_tokens=1,
                                 reused_tokens=0, running=1, waiting=0)  # fmt: skip
@@ -66,6 +72,40 @@ def test_a_budget_bounds_them() -> None:
     for _ in range(2 * SETTLE):
         run.step(wait_s=5.0, busy_share=1.0, engines=2)
     assert engines_of(run.fleets) == [3]
+
+
+def test_steps_before_a_supervisor_was_started_again_say_nothing_about_its_fleet() -> None:
+    run = Played(fleet(2))
+    for _ in range(SETTLE):
+        run.step(wait_s=5.0, busy_share=1.0, engines=2)
+    restarted, fleets = FleetScaler(fleet(4), run.fleets.append, run.messages.append), [*run.fleets]
+    restarted.look(run.metrics, fleet(4))
+    assert run.fleets == fleets
+
+
+def test_the_budget_is_for_all_that_follows_the_trainer() -> None:
+    hosts = RegionConfig(name="far", store="/far", sandbox_hosts=2, gateways=0,
+                         scaling=RegionScaling(sandbox_hosts=ReplicaBounds(most=4, cost_per_hour=2.0)))  # fmt: skip
+    costly = fleet(2, cost_per_hour=14.0)
+    run = Played(costly.model_copy(update={"regions": (*costly.regions, hosts)}))
+    for _ in range(2 * SETTLE):
+        run.step(wait_s=5.0, busy_share=1.0, engines=2)
+    assert engines_of(run.fleets) == [4], "two hosts for 4 and four engines for 10 an hour are all that it pays for"
+
+
+def test_gateways_of_a_region_follow_its_own_load() -> None:
+    def region(name: str, engines: int) -> RegionConfig:
+        scaling = RegionScaling(gateways=ReplicaBounds(most=4))
+        return RegionConfig(name=name, store=f"/{name}", engines=engines, scaling=scaling)
+
+    run = Played(FleetConfig(home="eu", regions=(region("eu", 2), region("us", 1))))
+    for _ in range(SETTLE):
+        for process, cpu_s in (("gateway", 2.0), ("gateway@us", 9.0), ("product", 10.0)):
+            calls = GatewayStats(window_s=10.0, calls=1, failed=0, call_s=1.0, waited_s=0.0, cpu_s=cpu_s)
+            run.metrics.add(Logged(at_s=run.next_s, process=process, event=calls))
+        run.step(wait_s=5.0, busy_share=0.5, engines=2)
+    assert [[each.gateways for each in changed.regions] for changed in run.fleets] == [[1, 2]]
+    assert run.messages == ["gateways of us: 1 → 2"]
 
 
 def test_a_change_by_hand_is_gone_on_from_and_ones_own_is_not_taken_for_one() -> None:
@@ -176,6 +216,7 @@ def test_all_numbers_follow_a_load_that_doubles_and_halves_without_swinging() ->
     model = Modelled(160, FleetConfig(home="eu", regions=(region,), scaling=FleetScaling(rollouts=bounds)))
     metrics, fleets, now_s = RunMetrics(), list[FleetConfig](), 0.0
     scaler = FleetScaler(model.fleet, fleets.append, lambda _: None)
+    scaler.look(metrics, model.fleet)
     numbers, waits = list[tuple[int, ...]](), list[float]()
     for step in range(1, 241):
         model.rollouts_per_step = 320 if 80 < step <= 160 else 160
