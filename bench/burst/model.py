@@ -205,6 +205,10 @@ class HostConnection:
         self._fault = ""
         self._calls: set[asyncio.Future[Sandbox | None]] = set()
 
+    def __len__(self) -> int:
+        """Sandboxes of this client on the machine."""
+        return sum(use.connection is self for use in self._sandboxes.values())
+
     async def capabilities(self) -> frozenset[Capability]:
         """The same for all machines."""
         return frozenset({Capability.FORK})
@@ -268,13 +272,13 @@ class HostConnection:
 class ModelledUse:
     """A sandbox as its user has it."""
 
-    _connection: HostConnection
+    connection: HostConnection
     _machine: Machine
     _incarnation: str
 
     async def run(self, seconds: float) -> None:
         """Run commands for so long. Raises :class:`~etude.errors.SandboxError` once its machine is given up."""
-        await self._connection.call(self._run(seconds))
+        await self.connection.call(self._run(seconds))
 
     async def close(self, sandbox: Sandbox) -> None:
         """Close it, unless it is gone."""

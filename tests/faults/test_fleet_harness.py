@@ -51,7 +51,7 @@ RECIPE = {
             "timeout_s": 60.0,
         },
     },
-    "sandboxes": {"kind": "remote", "options": {"url": "http://127.0.0.1:8700"}},
+    "sandboxes": {"kind": "remote"},
     "rollouts": {"groups_per_step": 2, "group_size": 4, "max_staleness": 1, "concurrency": 16, "max_attempts": 12},
     "effort": {"weight": 0.1, "prices": {"call_tokens": 1.0, "final_tokens": 1.0}},
     "trainer": {"steps": STEPS},

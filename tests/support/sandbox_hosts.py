@@ -11,7 +11,7 @@ from pathlib import Path
 
 from waiting import wait_until
 
-KEY = "the key of several hosts"
+KEY = "the key of several hosts of a fleet"
 VARIABLE = "ETUDE_SANDBOXES_KEY"
 LENDING = re.compile(r"lending \w+ sandboxes at (http://127\.0\.0\.1:(\d+))")
 START_S = 240.0

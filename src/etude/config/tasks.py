@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, mode
 
 from etude.config.plugins import Registry
 from etude.config.section import JsonTable, OptionsOf, Section
+from etude.errors import ConfigError
 
 FOLDER_FAMILIES = ("repository", "harbor", "requests", "suite")
 """Families whose tasks lie in a folder."""
@@ -400,13 +401,13 @@ class LocalOptions(Section):
 
 
 class RemoteOptions(Section):
-    """Servers of sandboxes on other machines (``etude sandboxes serve``)."""
+    """Servers of sandboxes on other machines (``etude sandboxes serve``), besides a fleet's own sandbox hosts."""
 
     url: str = ""
-    """URL of the server; its key is in ``ETUDE_SANDBOXES_KEY``."""
+    """URL of the only server, also on a fleet; its key is in ``ETUDE_SANDBOXES_KEY``."""
     urls: tuple[str, ...] = ()
     """URLs of several servers instead of ``url``, with the same key: each sandbox is made on the server with the most
-    room, or on one that already has its image.
+    room, or on one that already has its image. The sandbox hosts of a fleet need not be named.
     """
     connections: int = Field(default=0, ge=0)
     """Most connections to each server at a time, one for each call in progress; 0: as many as the limit of open files
@@ -416,17 +417,25 @@ class RemoteOptions(Section):
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
         table = "sandboxes.options"
-        if bool(self.url) == bool(self.urls):
+        if self.url and self.urls:
             raise ValueError(
                 f"{table}.url = {self.url!r} and {table}.urls = {list(self.urls)}: name one server by url, or several "
                 "by urls"
             )
-        for url in self.urls or (self.url,):
+        for url in (self.url,) if self.url else self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{table}: {url!r} is not a URL of a server: expected http://… or https://…")
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(f"{table}.urls = {list(self.urls)}: name each server once")
         return self
+
+    def check_servers(self, *, on_fleet: bool) -> None:
+        """Raise :class:`~etude.errors.ConfigError` if there is no server; ``on_fleet`` if a fleet has sandbox hosts."""
+        if not (self.url or self.urls or on_fleet):
+            raise ConfigError(
+                "sandboxes.kind = 'remote' has no server: name one by sandboxes.options.url or several by "
+                "sandboxes.options.urls, or run it on a fleet with regions[].sandbox_hosts"
+            )
 
 
 PROVIDERS = Registry(

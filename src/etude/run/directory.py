@@ -4,7 +4,7 @@
 
 So the location of a process need not be decided beforehand, and a caller reads the store nearby, or that of the
 process's region. An entry has the URL of the last start, but does not show that the process is alive: the caller finds
-out.
+out. A process that leaves for good announces that it has no URL.
 
 Calls carry the run's keys, so an entry counts only if it was signed by a key of the run (HMAC-SHA256 over name, number
 and URL): someone with write access to the bucket but no key can hide a process, but cannot redirect its calls.
@@ -54,6 +54,11 @@ class Directory:
                 return
         raise InfrastructureError(f"{self.objects.url}: {name} keeps being announced by other processes")
 
+    def withdraw(self, name: ProcessName, url: str) -> None:
+        """Announce that a process has left, unless another start of it has announced another URL."""
+        if self.urls(name.command).get(name) == url:
+            self.announce(name, "")  # not deleted: numbers only increase, as readers remember entries
+
     def urls(self, command: str) -> dict[ProcessName, str]:
         """The newest URL of each process of one command; entries without a valid signature are ignored."""
         entries, newest = [*self._entries(command)], dict[ProcessName, str]()
@@ -64,7 +69,7 @@ class Directory:
                 self._cache[key] = self._read(key)
             if (url := self._cache[key]) is not None:
                 newest[name] = url
-        return dict(sorted(newest.items()))
+        return {name: url for name, url in sorted(newest.items()) if url}
 
     def _entries(self, command: str) -> Iterator[tuple[ProcessName, str]]:
         """The entries of one command, ascending."""

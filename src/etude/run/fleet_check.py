@@ -203,8 +203,8 @@ async def _look_at_gateways(region: RegionConfig, folder: RunFolder, place: str)
         entries = await asyncio.to_thread(directory.objects.list, "")
     except EtudeError as error:
         return [MachineFinding(name=title, works=False, words=str(error))]
-    if entries and not urls:
-        words = f"{directory.objects.url} has entries, none signed with this run's key: set {RUN_KEY_VARIABLE} to it"
+    if any(entry.startswith(GATEWAY.command) for entry in entries) and not urls:
+        words = f"{directory.objects.url} has gateways, none signed with this run's key: set {RUN_KEY_VARIABLE} to it"
         return [MachineFinding(name=title, works=False, words=words)]
     findings: list[MachineFinding] = []
     if len(urls) != region.gateways:

@@ -14,11 +14,12 @@ from dataclasses import replace
 from etude.config.fleet import FleetConfig, RegionConfig
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CommandOptions
+from etude.config.tasks import RemoteOptions
 from etude.config.training import ModelShape
 from etude.errors import ConfigError
 from etude.fleet.specs import ETUDE, GroupMember, ProcessSpec, Resources
 from etude.run.phase_folders import phases_of, ranks_of
-from etude.run.process_name import FEEDBACK, PRODUCT, PRODUCTION, RELEASE, ProcessName
+from etude.run.process_name import FEEDBACK, PRODUCT, PRODUCTION, RELEASE, ROLLOUTS, SANDBOXES, ProcessName
 
 FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Commands that end when their work is done; the others serve until they are stopped."""
@@ -40,20 +41,23 @@ def one_machine(config: RunConfig) -> FleetConfig:
 
 def process_spec(name: ProcessName, fleet: FleetConfig, run: str, *, port: int = 0) -> ProcessSpec:
     """Describe one étude process of a run; ``run`` is the run's folder or URL."""
-    arguments = [name.command, "--run", run]
-    if name.replica:
-        arguments += ["--replica", str(name.replica)]
-    if name.region:
-        arguments += ["--region", name.region]
     return ProcessSpec(
         name=str(name),
-        command=(ETUDE, *arguments),
+        command=(ETUDE, name.command, "--run", run, *_words_of(name)),
         region=name.region or fleet.home,
         resources=resources_of(name.command, fleet),
         secrets=(RUN_KEY, *STORE_SECRETS),
         ends=name.command in FINITE,
         port=port,
     )
+
+
+def _words_of(name: ProcessName) -> Iterator[str]:
+    """The arguments that tell a process its replica number and its region."""
+    if name.replica:
+        yield from ("--replica", str(name.replica))
+    if name.region:
+        yield from ("--region", name.region)
 
 
 def is_gated(config: RunConfig) -> bool:
@@ -88,14 +92,26 @@ def plan_phase(command: str, config: RunConfig, fleet: FleetConfig, run: str) ->
 def plan_loop(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
     """Plan the processes of the asynchronous phase, in all regions.
 
-    Raises :class:`~etude.errors.ConfigError` if the trainer's ranks cannot be divided among its nodes.
+    Raises :class:`~etude.errors.ConfigError` if the trainer's ranks cannot be divided among its nodes, and for remote
+    sandboxes without a server.
     """
     return (
         *(spec for region in fleet.regions for spec in _plan_region(config, fleet, region, run)),
         *_plan_ranks("train", config, fleet, run),
-        *(process_spec(ProcessName(command="rollouts", replica=n), fleet, run) for n in range(fleet.rollouts)),
+        *_plan_rollouts(config, fleet, run),
         *(process_spec(name, fleet, run) for name in _live_processes(config)),
     )
+
+
+def _plan_rollouts(config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[ProcessSpec]:
+    """Plan the rollouts processes, which need the key of remote sandboxes if the recipe has them."""
+    keys: tuple[str, ...] = ()
+    if isinstance(config.sandboxes.options, RemoteOptions):
+        config.sandboxes.options.check_servers(on_fleet=any(region.sandbox_hosts for region in fleet.regions))
+        keys = (SANDBOXES_KEY,)
+    for replica in range(fleet.rollouts):
+        spec = process_spec(ProcessName(command=ROLLOUTS.command, replica=replica), fleet, run)
+        yield replace(spec, secrets=(*spec.secrets, *keys))
 
 
 def _live_processes(config: RunConfig) -> Iterator[ProcessName]:
@@ -125,15 +141,18 @@ def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, ru
             secrets=STORE_SECRETS,
         )
     is_external = isinstance(config.harness.options, CommandOptions)
-    reach, keys = (("--run", run), (RUN_KEY, *STORE_SECRETS)) if is_external else ((), ())
+    reach, keys = (("--run", run), (RUN_KEY,)) if is_external else ((), ())
     for replica in range(region.sandbox_hosts):
+        name = ProcessName(command=SANDBOXES.command, replica=replica, region=where)
+        port = SANDBOXES_PORT + replica  # hosts may share a machine
+        listen = ("--host", ANY_ADDRESS, "--port", str(port), "--announce", region.store if where else run)
         yield ProcessSpec(
-            name=str(ProcessName(command="sandboxes", replica=replica, region=where)),
-            command=(ETUDE, "sandboxes", "serve", "--host", ANY_ADDRESS, "--port", str(SANDBOXES_PORT), *reach),
+            name=str(name),
+            command=(ETUDE, "sandboxes", "serve", *listen, *reach, *_words_of(name)),
             region=region.name,
-            resources=resources_of("sandboxes", fleet),
-            secrets=(SANDBOXES_KEY, *keys),
-            port=SANDBOXES_PORT,
+            resources=resources_of(name.command, fleet),
+            secrets=(SANDBOXES_KEY, *STORE_SECRETS, *keys),
+            port=port,
         )
 
 

@@ -49,6 +49,8 @@ GATEWAY = ProcessName(command="gateway")
 """The first gateway at home."""
 ROLLOUTS = ProcessName(command="rollouts")
 """The first rollouts process, which also evaluates."""
+SANDBOXES = ProcessName(command="sandboxes")
+"""The first sandbox host at home."""
 PRODUCTION = ProcessName(command="production")
 """The first engine for users."""
 PRODUCT = ProcessName(command="product")

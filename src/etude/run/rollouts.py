@@ -55,6 +55,7 @@ from etude.run.keys import KeyRole
 from etude.run.placement import fleet_of
 from etude.run.process_name import GATEWAY, ROLLOUTS, ProcessName
 from etude.run.resuming import measured_fact
+from etude.run.sandbox_hosts import fleet_hosts
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal
 from etude.run.stores import leased_ledger, open_archive
@@ -69,6 +70,7 @@ from etude.run.task_sandboxes import (
 from etude.sandbox_spec import Capability
 from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.local.provider import LocalSandboxes
+from etude.sandboxes.remote.hosts import FindHosts
 from etude.sockets import alert_connector
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
@@ -439,7 +441,12 @@ async def _rollout_context(
     """The dependencies of rollouts."""
     async with contextlib.AsyncExitStack() as stack:
         sandboxes, grader, harness = await open_stage(
-            stack, config, http, folder=folder.path, gateway_urls=sessions.urls
+            stack,
+            config,
+            http,
+            folder=folder.path,
+            gateway_urls=sessions.urls,
+            find_hosts=fleet_hosts(folder, config.sandboxes),
         )
         judge_state = JudgeState(folder.path, name.replica)
         if config.judge.kind != "none":
@@ -469,10 +476,12 @@ async def open_stage(
     *,
     folder: Path,
     gateway_urls: Sequence[str],
+    find_hosts: Sequence[FindHosts] = (),
 ) -> tuple[TaskSandboxes, Grader, Harness]:
     """Open the task sandboxes, grader and harness of a recipe; ``stack`` closes them. The files of an external harness
     are written into ``folder``, and each of its sandboxes may reach only the gateway of its session. ``gateway_urls``
-    are the gateways known so far; the function tests that a sandbox can reach one.
+    are the gateways known so far; the function tests that a sandbox can reach one. ``find_hosts`` read the sandbox
+    hosts of a fleet.
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
@@ -494,7 +503,7 @@ async def open_stage(
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a shell or an external program needs isolation
     external = config.harness.options
     beside = mounts_beside(folder, external) if isinstance(external, CommandOptions) else {}
-    provider, images = open_provider(sandboxes, base_store(sandboxes)), image_store(sandboxes, config.tasks)
+    provider, images = open_provider(sandboxes, base_store(sandboxes), find_hosts), image_store(sandboxes, config.tasks)
     task_sandboxes = EnvironmentTaskSandboxes(provider, images, beside=beside, reaches=bool(beside))
     stack.push_async_callback(task_sandboxes.close)
     await check_sandboxes(task_sandboxes.sandboxes, config)

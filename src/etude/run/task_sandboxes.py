@@ -7,7 +7,7 @@ This module chooses the implementations, which themselves store images, create s
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from etude.rewards.graders.script import ScriptGrader
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.providers import ProviderContext
-from etude.sandboxes.remote.hosts import HostedSandboxes
+from etude.sandboxes.remote.hosts import FindHosts, HostedSandboxes
 from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import AnswerChecks, Checks, FunctionChecks, NamedChecks, QueryChecks, ScriptChecks, Task, TestChecks
@@ -53,15 +53,16 @@ def image_store(sandboxes: SandboxConfig, tasks: TaskConfig) -> ImageStore:
     return ImageStore(beside) if tasks.folder and beside.is_dir() else base_store(sandboxes)
 
 
-def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
-    """The provider of a recipe, over the base systems of ``store``; the caller closes it.
+def open_provider(config: SandboxConfig, store: ImageStore, find_hosts: Sequence[FindHosts] = ()) -> SandboxProvider:
+    """The provider of a recipe, over the base systems of ``store`` and the sandbox hosts of a fleet; the caller closes
+    it.
 
     Raises :class:`~etude.errors.ConfigError` for a provider that this machine lacks, and for ``local``, which does not
     isolate its files.
     """
     if config.kind == "local":
         raise ConfigError("sandboxes.kind = 'local' has no machine around its files: use ns")
-    provider = open_kind(config, store)
+    provider = open_kind(config, store, find_hosts)
     return SandboxPool(provider, pool_limits(config)) if config.pool_size else provider
 
 
@@ -76,9 +77,9 @@ def pool_limits(config: SandboxConfig) -> WarmPoolLimits:
     return WarmPoolLimits(live=live, waiting=waiting, starting=max(WarmPoolLimits().starting, os.cpu_count() or 1))
 
 
-def open_kind(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
+def open_kind(config: SandboxConfig, store: ImageStore, find_hosts: Sequence[FindHosts] = ()) -> SandboxProvider:
     """The provider of ``sandboxes.kind`` alone, without a warm pool. Raises :class:`~etude.errors.ConfigError`."""
-    context = ProviderContext(kind=config.kind, store=store)
+    context = ProviderContext(kind=config.kind, store=store, find_hosts=find_hosts)
     return cast("SandboxProvider", PROVIDERS.make(config.kind, config.options, context))
 
 

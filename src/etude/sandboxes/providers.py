@@ -1,6 +1,7 @@
 """The providers that ``sandboxes.kind`` names, opened from a recipe's options."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etude.config.section import Section
@@ -14,7 +15,7 @@ from etude.sandboxes.oci.provider import OciSandboxes
 from etude.sandboxes.oci.runtimes import RUNTIMES
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote.client import RemoteSandboxes
-from etude.sandboxes.remote.hosts import HostedSandboxes
+from etude.sandboxes.remote.hosts import FindHosts, HostedSandboxes
 
 KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
 """Environment variable with the key of a remote sandbox server."""
@@ -28,6 +29,8 @@ class ProviderContext:
     """``sandboxes.kind``."""
     store: ImageStore
     """The base systems."""
+    find_hosts: Sequence[FindHosts] = ()
+    """Readers of the directories of a fleet's sandbox hosts, if the run is on one."""
 
 
 def open_local(options: LocalOptions, context: ProviderContext) -> SandboxProvider:
@@ -51,11 +54,12 @@ def open_qemu(options: Section, context: ProviderContext) -> SandboxProvider:
 
 
 def open_remote(options: RemoteOptions, context: ProviderContext) -> SandboxProvider:
-    """Sandboxes of one or more servers. Raises :class:`~etude.errors.ConfigError` without their key."""
+    """Sandboxes of one or more servers. Raises :class:`~etude.errors.ConfigError` without a server, or their key."""
+    options.check_servers(on_fleet=bool(context.find_hosts))
     key = sandboxes_key()
-    if options.urls:
-        return HostedSandboxes(options.urls, key, connections=options.connections)
-    return RemoteSandboxes(options.url, key, connections=options.connections)
+    if options.url:
+        return RemoteSandboxes(options.url, key, connections=options.connections)
+    return HostedSandboxes(options.urls, key, find=context.find_hosts, connections=options.connections)
 
 
 def sandboxes_key() -> str:

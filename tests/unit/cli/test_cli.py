@@ -319,6 +319,7 @@ def test_tasks_of_a_folder_are_listed_with_their_side(capsys: pytest.CaptureFixt
         (["tasks", "build", "x", "--installer", "http://a"], "--installer and --model go together"),
         (["tasks", "check", "x", "--sandbox", "remote"], "--sandbox remote and --sandbox-url go together"),
         (["sandboxes", "serve", "--clients", "x", "--sandboxes", "9"], "--clients FILE sets the rights of each client"),
+        (["sandboxes", "serve", "--replica", "1"], "--replica and --region would have no effect without --announce"),
         (["sandboxes", "drain", "http://127.0.0.1:1"], "set ETUDE_SANDBOXES_KEY"),
         (["tasks", "ls", "no-such-folder"], "no-such-folder"),
     ],

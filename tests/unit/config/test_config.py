@@ -262,7 +262,6 @@ def test_every_section_is_frozen_strict_and_described(section: type[BaseModel]) 
             "no effect with tasks.family = 'bugfix', it goes with 'repository'",
         ),
         ("tasks.impossible_share=0.5", "tasks.impossible_share"),
-        ("sandboxes.kind=remote", "sandboxes.options.url = ''"),
         ("sandboxes.options.urls=['http://a']", "it goes with 'remote'"),
         ("sandboxes.options.url=http://a", "it goes with 'remote'"),
         ("sandboxes.pool_size=4", "sandboxes.pool_size would have no effect"),

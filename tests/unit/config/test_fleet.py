@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.config.fleet import FleetConfig, RayOptions
-from etude.config.loading import load_fleet
+from etude.config.fleet import FleetConfig, RayOptions, RegionConfig
+from etude.config.loading import default_recipe, load_fleet
 from etude.config.recipe import RunConfig
 from etude.config.training import ParallelConfig
 from etude.errors import ConfigError
@@ -82,6 +82,32 @@ def test_the_examples_are_sound_and_as_large_as_they_say(name: str, machines: in
     gpus = sum(spec.resources.gpus for spec in specs)
     hosts = sum(region.sandbox_hosts for region in fleet.regions)
     assert machines - 130 <= (gpus + 7) // 8 + hosts <= machines or gpus == 0
+
+
+def test_sandbox_hosts_announce_themselves_and_only_who_needs_it_gets_their_key() -> None:
+    home = RegionConfig(name="home", store="s3://run", engines=1, sandbox_hosts=1)
+    far = RegionConfig(name="far", store="s3://far", sandbox_hosts=2)
+    fleet = FleetConfig(home="home", regions=(home, far))
+    remote = default_recipe(["sandboxes.kind=remote"])
+    specs = {spec.name: spec for spec in plan_loop(remote, fleet, "s3://run")}
+    assert specs["sandboxes"].command[2:] == (
+        "serve", "--host", "0.0.0.0", "--port", "8700", "--announce", "s3://run"
+    )  # fmt: skip
+    assert specs["sandboxes-1@far"].command[-8:] == (
+        "--port", "8701", "--announce", "s3://far", "--replica", "1", "--region", "far"
+    )  # fmt: skip
+    holders = {name for name, spec in specs.items() if "ETUDE_SANDBOXES_KEY" in spec.secrets}
+    assert holders == {"sandboxes", "sandboxes@far", "sandboxes-1@far", "rollouts"}
+    assert "ETUDE_RUN_KEY" not in specs["sandboxes"].secrets, "a host runs programs that nobody trusts"
+    local = {spec.name: spec for spec in plan_loop(default_recipe(), fleet, "s3://run")}
+    assert "ETUDE_SANDBOXES_KEY" not in local["rollouts"].secrets
+
+
+def test_remote_sandboxes_have_a_server_or_a_host_of_the_fleet() -> None:
+    fleet = FleetConfig(home="home", regions=(RegionConfig(name="home", engines=1),))
+    plan_loop(default_recipe(["sandboxes.kind=remote", "sandboxes.options.urls=['http://a']"]), fleet, "s3://run")
+    with pytest.raises(ConfigError, match=r"has no server.*sandbox_hosts"):
+        plan_loop(default_recipe(["sandboxes.kind=remote"]), fleet, "s3://run")
 
 
 def test_a_recipe_takes_from_its_fleet_what_one_machine_cannot_know() -> None:

@@ -30,6 +30,20 @@ def test_of_two_starts_at_a_time_one_is_the_newest(tmp_path: Path) -> None:
     assert Directory(ObjectStore(str(tmp_path)), KEY).urls("serve")[ENGINE] in urls
 
 
+def test_a_process_that_leaves_is_gone_until_it_is_started_again(tmp_path: Path) -> None:
+    directory, reader = (Directory(ObjectStore(str(tmp_path)), KEY) for _ in range(2))
+    directory.announce(ENGINE, "http://10.0.0.1:1")
+    assert reader.urls("serve") == {ENGINE: "http://10.0.0.1:1"}
+    directory.withdraw(ENGINE, "http://10.0.0.1:1")
+    directory.announce(ENGINE, "http://10.0.0.2:1")  # before the reader looks again
+    assert reader.urls("serve") == {ENGINE: "http://10.0.0.2:1"}
+    directory.withdraw(ENGINE, "http://10.0.0.1:1")
+    assert reader.urls("serve") == {ENGINE: "http://10.0.0.2:1"}, "it is an earlier start that leaves late"
+    directory.withdraw(ENGINE, "http://10.0.0.2:1")
+    assert reader.urls("serve") == {}
+    assert len(directory.objects.list("")) == 1
+
+
 def test_entries_without_a_signature_of_the_run_do_not_count(tmp_path: Path) -> None:
     objects = ObjectStore(str(tmp_path))
     directory = Directory(objects, KEY)

@@ -85,6 +85,7 @@ def test_gateways_that_are_missing_or_have_another_key_are_named(
     home = RegionConfig(name="home", store=str(tmp_path / "run"))
     fleet = FleetConfig(home="home", regions=(home, RegionConfig(name="eu", store=str(tmp_path / "eu"), engines=1)))
     remember_fleet(folder, fleet)
+    open_directory(folder, "eu").announce(ProcessName(command="serve", region="eu"), "http://127.0.0.1:1")
     assert look(fleet, folder)["eu: gateways"].words == "0 of 1 have announced their URL"
 
     keys = (key_of("run", folder.key(KeyRole.ADMIN), Scope.ADMIN),)

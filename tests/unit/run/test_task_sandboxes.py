@@ -136,3 +136,5 @@ def test_providers_that_cannot_be_had_are_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(KEY_VARIABLE, "a key")
     hosts = RemoteOptions(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
     assert isinstance(open_provider(SandboxConfig(kind="remote", options=hosts), store), HostedSandboxes)
+    with pytest.raises(ConfigError, match=r"has no server.*sandboxes.options.url"):
+        open_provider(SandboxConfig(kind="remote", options=RemoteOptions()), store)

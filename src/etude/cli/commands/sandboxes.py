@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -14,13 +16,15 @@ import typer
 from rich.console import Console
 
 from etude.aio import background_task
-from etude.cli.options import group
+from etude.cli.options import group, process_name
 from etude.config.tasks import LentKind, MachineKind, SandboxConfig
 from etude.dashboard.formatting import visible
 from etude.errors import ConfigError, ExitCode, SandboxError
 from etude.protocols import SandboxProvider
 from etude.run.harness_host import RunGateways, serve_run
-from etude.run.serving import listening, run_until_signal
+from etude.run.process_name import SANDBOXES
+from etude.run.sandbox_hosts import announced
+from etude.run.serving import SHUTDOWN_S, STOP_S, listening, run_until_signal
 from etude.run.task_sandboxes import base_store, open_provider, pool_limits
 from etude.run.working_folder import open_run_folder
 from etude.sandboxes.images.store import ImageStore
@@ -37,6 +41,10 @@ DRAIN_LOOK_S = 2.0
 """Seconds between two requests to a server that is being drained."""
 DRAIN_TIMEOUT_S = 10.0
 """Deadline of such a request."""
+LEAVE_S = STOP_S - 2 * SHUTDOWN_S
+"""Longest time that open sandboxes have to end when the server is stopped: what a process of a run has, less the time
+to close them.
+"""
 SandboxUrl: TypeAlias = Annotated[str, typer.Option(metavar="URL", help="A remote server of sandboxes.")]
 
 app = group()
@@ -73,10 +81,18 @@ def serve(
         str | None,
         typer.Option(metavar="RUN", help="Run on a fleet whose external harness may reach its gateways from here."),
     ] = None,
+    announce: Annotated[
+        str,
+        typer.Option(metavar="STORE", help="Store of a fleet's region, where a run finds the address of this host."),
+    ] = "",
+    replica: Annotated[
+        int, typer.Option(metavar="N", min=0, max=999_999, help="With --announce: number of the host in its region.")
+    ] = 0,
+    region: Annotated[str, typer.Option(help="With --announce: region of the fleet (default: home).")] = "",
 ) -> None:
     """Serve sandboxes over HTTP until stopped or drained; clients set sandboxes.kind = 'remote'.
 
-    Without a key in ETUDE_SANDBOXES_KEY, one is made and shown.
+    Without a key in ETUDE_SANDBOXES_KEY, one is made and shown. When stopped, open sandboxes get a few seconds to end.
     """
     usual = usual_quota(GAUGE.read().available_bytes)
     if clients is not None and (folder or allow or sandboxes or run is not None):
@@ -92,7 +108,12 @@ def serve(
     gateways = None
     if run is not None:
         sessions["client"], gateways = serve_run(open_run_folder(run, writes=False), sessions["client"])
-    serving = _serve(SandboxConfig(kind=kind, pool_size=pool), host, port, sessions, gateways)
+    if (replica or region) and not announce:
+        raise ConfigError("--replica and --region would have no effect without --announce: they name a fleet's host")
+    entry: Callable[[int], AbstractAsyncContextManager[object]] = contextlib.nullcontext
+    if announce:
+        entry = partial(announced, announce, process_name(SANDBOXES.command, replica, region))
+    serving = _serve(SandboxConfig(kind=kind, pool_size=pool), host, port, sessions, gateways, entry)
     run_until_signal(serving, cleanup_s=None)
 
 
@@ -128,10 +149,12 @@ def probe_command(
 
 def sandbox_config(kind: str, url: str) -> SandboxConfig:
     """The sandboxes that a command was told to use. Raises :class:`~etude.errors.ConfigError`."""
+    if (kind == "remote") != bool(url):
+        raise ConfigError("--sandbox remote and --sandbox-url go together")
     try:
         return SandboxConfig.model_validate({"kind": kind, **({"options": {"url": url}} if url else {})})
     except ValueError as error:
-        raise ConfigError("--sandbox remote and --sandbox-url go together") from error
+        raise ConfigError(f"--sandbox-url {url}: expected http://… or https://…") from error
 
 
 @contextlib.asynccontextmanager
@@ -170,16 +193,35 @@ def _read_answers(file: Path) -> dict[str, str]:
 
 
 async def _serve(
-    sandboxes: SandboxConfig, host: str, port: int, clients: dict[str, SandboxClient], gateways: RunGateways | None
+    sandboxes: SandboxConfig,
+    host: str,
+    port: int,
+    clients: dict[str, SandboxClient],
+    gateways: RunGateways | None,
+    entry: Callable[[int], AbstractAsyncContextManager[object]],
 ) -> None:
+    """Serve until stopped or drained; ``entry`` announces the port meanwhile."""
     following = contextlib.nullcontext() if gateways is None else background_task(gateways.follow())
     async with following, opened_provider(sandboxes) as provider:
         most = pool_limits(sandboxes).ordinary if sandboxes.pool_size else None
         server = SandboxServer(provider, clients, limits=ServerLimits(sandboxes=most))
-        async with listening(server.app(), port, host=host) as bound:
+        async with listening(server.app(), port, host=host) as bound, entry(bound):
             log(f"lending {sandboxes.kind} sandboxes at http://{host}:{bound}")
-            await server.drained()
-            log("drained: the last sandbox is gone")
+            await _until_drained(server)
+
+
+async def _until_drained(server: SandboxServer) -> None:
+    """Wait until a server is drained; if cancelled, drain it, for a few seconds at most, so that last calls succeed."""
+    try:
+        await server.drained()
+    except asyncio.CancelledError:
+        server.draining.set()
+        log(f"stopping: {len(server)} sandboxes are open, for {LEAVE_S:g} s at most")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await server.drained()
+        raise
+    log("drained: the last sandbox is gone")
 
 
 async def _drain(server: RemoteSandboxes) -> None:

@@ -40,13 +40,14 @@ JOB_INDEX, POD_INDEX = "batch.kubernetes.io/job-completion-index", "apps.kuberne
 INDEX_LABELS = {
     "serve": "leaderworkerset.sigs.k8s.io/group-index",
     "gateway": POD_INDEX,
+    "sandboxes": POD_INDEX,
     "rollouts": JOB_INDEX,
     "train": JOB_INDEX,
     "midtrain": JOB_INDEX,
     "sft": JOB_INDEX,
 }
 """Command → the pod label with the replica number."""
-NUMBERED = frozenset({"serve", "gateway", "rollouts"})
+NUMBERED = frozenset({"serve", "gateway", "sandboxes", "rollouts"})
 """Commands that get their replica number with ``--replica``."""
 Manifest = dict[str, Json]
 

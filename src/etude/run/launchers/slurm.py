@@ -84,7 +84,7 @@ def _step(index: int, command: str, specs: Sequence[ProcessSpec]) -> list[str]:
     mark = ["ending+=($!)"] if spec.ends else []
     if spec.group is not None:
         return [*_group_step(index, spec, spec.group, then="&"), *mark]
-    numbered = f"{line} --replica $SLURM_PROCID" if command in ("serve", "gateway", "rollouts") else line
+    numbered = f"{line} --replica $SLURM_PROCID" if command in ("serve", "gateway", "sandboxes", "rollouts") else line
     task = shlex.quote(f"again {numbered}")
     return [f"srun --het-group={index} --kill-on-bad-exit=0 bash -c {task} &", *mark]
 

@@ -1,6 +1,6 @@
 """The choice of a host for the next sandbox, from the hosts' own reports. Pure.
 
-    reports, silences, refusals ──▶ HostTable ──▶ choose(image) ──▶ the name of a host, or none
+    hosts, reports, silences, refusals ──▶ HostTable ──▶ choose(image) ──▶ the name of a host, or none
 
 Two goals are balanced. *Capacity*: prefer the host with the most free memory. *Image locality*: a host that ran
 sandboxes of an image has its files in memory, and maybe its template. Every image therefore has its own order of all
@@ -21,8 +21,10 @@ import hashlib
 import heapq
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,24 +103,44 @@ class _Host:
         """Free memory, minus that of sandboxes placed since the report."""
         return self.report.free_bytes - self.placed * SANDBOX_BYTES if self.report else 0
 
+    def room(self, now: float) -> int:
+        """Sandboxes that it could still take, by places and by free memory."""
+        if self.report is None or self.obstacle(now):
+            return 0
+        return min(self.report.places - self.placed, self.free_bytes // SANDBOX_BYTES)
+
 
 class HostTable:
-    """All configured hosts, with their state."""
+    """All hosts, with their state. Hosts join and leave (:meth:`follow`); what is recorded of one that has left is
+    ignored.
+    """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """Raises ``ValueError`` if there is no name, or a duplicate."""
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"hosts {list(names)}: expected at least one, and none of them twice")
-        self._names = tuple(sorted(names))
-        self._places = {name: place for place, name in enumerate(self._names)}
-        self._hosts = {name: _Host(name) for name in self._names}
-        self._free_bytes = np.zeros(len(names), np.int64)
+    def __init__(self, names: Collection[str] = ()) -> None:
+        self._names: tuple[str, ...] = ()
+        self._places: dict[str, int] = {}
+        self._hosts: dict[str, _Host] = {}
+        self._free_bytes = np.zeros(0, np.int64)
         """Memory by place in the order of names; 0 for a host that gets nothing, of whatever image."""
         self._rests: list[tuple[float, str]] = []  # a heap: when a host's rest is over; it may have been prolonged
         self._hashes = host_hashes(self._names)
         self._weights: OrderedDict[str, NDArray[np.uint32]] = OrderedDict()  # by image, the longest unused first
         self._without: dict[str, dict[str, float]] = {}  # image → host without it → until when
         self._agreed: frozenset[Capability] | None = None
+        self.follow(names)
+
+    def follow(self, names: Collection[str]) -> None:
+        """Replace the set of hosts; those that stay keep their state, and their order for each image."""
+        hosts, free_bytes = self._hosts, dict(zip(self._names, self._free_bytes, strict=True))
+        self._names = tuple(sorted(set(names)))
+        self._places = {name: place for place, name in enumerate(self._names)}
+        self._hosts = {name: hosts.get(name) or _Host(name) for name in self._names}
+        self._free_bytes = np.array([free_bytes.get(name, 0) for name in self._names], np.int64)
+        self._rests = sorted(rest for rest in self._rests if rest[1] in self._hosts)  # a sorted list is a heap
+        self._hashes = host_hashes(self._names)
+        self._weights.clear()
+        for missing in self._without.values():
+            for name in missing.keys() - self._hosts.keys():
+                del missing[name]
 
     def is_anew(self, name: str, report: HostReport) -> bool:
         """True if a report comes from a new process: everything made on that host earlier is gone."""
@@ -143,19 +165,21 @@ class HostTable:
 
     def refused(self, name: str) -> None:
         """Record that a host is full: exclude it until its next report."""
-        self._hosts[name].is_full = True
-        self._leave_out(name)
+        if name in self._hosts:
+            self._hosts[name].is_full = True
+            self._leave_out(name)
 
     def has_no_image(self, name: str, image: str, now: float) -> None:
         """Record that a host lacks an image: exclude it for that image, for a while."""
-        self._without.setdefault(image, {})[name] = now + NO_IMAGE_S
+        if name in self._hosts:
+            self._without.setdefault(image, {})[name] = now + NO_IMAGE_S
 
     def failed(self, name: str, now: float) -> None:
         """Record a failure to make a sandbox. Of simultaneous failures, as when it falls silent, only the
         first counts.
         """
-        host = self._hosts[name]
-        if host.report is None or now < host.rests_until:
+        host = self._hosts.get(name)
+        if host is None or host.report is None or now < host.rests_until:
             return
         host.failures += 1
         if host.failures >= FAILURES:
@@ -165,7 +189,8 @@ class HostTable:
 
     def made(self, name: str) -> None:
         """Record that it made a sandbox."""
-        self._hosts[name].failures = 0
+        if name in self._hosts:
+            self._hosts[name].failures = 0
 
     def agree(self, capabilities: Mapping[str, frozenset[Capability]], now: float) -> frozenset[Capability]:
         """The common capabilities of some hosts; later calls return those of the first: a host that has fewer is
@@ -184,7 +209,11 @@ class HostTable:
 
     def is_nowhere(self, image: str, now: float) -> bool:
         """True if every host, silent or not, recently reported that it lacks an image."""
-        return len(self._missing(image, now)) == len(self._hosts)
+        return 0 < len(self._hosts) == len(self._missing(image, now))
+
+    def room(self, now: float) -> int:
+        """Sandboxes that all hosts together could still take, by places and by free memory."""
+        return sum(host.room(now) for host in self._hosts.values())
 
     def choose(self, image: str, now: float, *, without: Collection[str] = ()) -> str | None:
         """The host of the next sandbox, which is counted as placed there; none if no host has room.
@@ -193,10 +222,12 @@ class HostTable:
         """
         while self._rests and self._rests[0][0] <= now:
             self._count(self._hosts[heapq.heappop(self._rests)[1]], now)
+        if not self._names:
+            return None
         free_bytes = self._free_bytes
         if excluded := [*without, *self._missing(image, now)]:
             free_bytes = free_bytes.copy()
-            free_bytes[[self._places[name] for name in excluded]] = 0
+            free_bytes[[self._places[name] for name in excluded if name in self._places]] = 0
         place = int(free_bytes.argmax())
         if not free_bytes[place]:
             return None
@@ -212,18 +243,11 @@ class HostTable:
         """The hosts on which ``count`` sandboxes of an image would be placed now, with the number on each; fewer if
         capacity is short. Places nothing.
         """
-        shares = Counter(self._choices(image, count, now))
+        shares = Counter(islice(iter(partial(self.choose, image, now), None), count))
         for name, placed in shares.items():
             self._hosts[name].placed -= placed
             self._count(self._hosts[name], now)
         return shares
-
-    def _choices(self, image: str, count: int, now: float) -> Iterator[str]:
-        for _ in range(count):
-            name = self.choose(image, now)
-            if name is None:
-                return
-            yield name
 
     def obstacles(self, image: str, now: float) -> Mapping[str, str]:
         """The hosts that get no sandboxes of an image now, with the reasons."""
@@ -233,6 +257,8 @@ class HostTable:
 
     def explain(self, image: str, now: float) -> str:
         """The same in a line, for people."""
+        if not self._hosts:
+            return "none is known yet"
         return "; ".join(f"{name}: {obstacle}" for name, obstacle in self.obstacles(image, now).items())
 
     def _count(self, host: _Host, now: float) -> None:

@@ -7,7 +7,7 @@ outlives a lost client (both :mod:`etude.sandboxes.remote.principals`). Messages
 The caller provides listening and encryption; its runner must cancel the handlers of disconnected clients
 (``AppRunner(…, handler_cancellation=True)``), which is how a client cancels a command.
 
-States: new ──start-up of the app──▶ open ──an operator──▶ draining ──clean-up──▶ closed. Consumes requests; waits for
+States: new ──start-up of the app──▶ open ──drain──▶ draining ──clean-up──▶ closed. Consumes requests; waits for
 the provider, which enforces the deadlines of commands, and for bodies with a deadline. A sandbox is made in its own
 task, which a repeated request finds. While it drains it accepts no new sandboxes or forks, and serves the existing
 ones. On clean-up every sandbox is closed.
@@ -98,7 +98,8 @@ class SandboxServer:
         self._most_requests = self._limits.requests or REQUESTS_EACH * sum(each.sandboxes for each in quotas.values())
         self._memory = memory
         self._incarnation = uuid.uuid4().hex
-        self._draining = False
+        self.draining = asyncio.Event()
+        """Set, by an operator or by the owner, when no new sandboxes and forks are accepted any more."""
         self._sandboxes: dict[RegisteredSandbox, asyncio.Task[Sandbox]] = {}
         self._ttls_s: dict[RegisteredSandbox, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -130,8 +131,9 @@ class SandboxServer:
         return app
 
     async def drained(self) -> None:
-        """Wait until an operator has drained the server and its last sandbox has ended."""
-        while not self._draining or self._sandboxes or self._closing:
+        """Wait until the server is draining and its last sandbox has ended."""
+        await self.draining.wait()
+        while self._sandboxes or self._closing:
             await asyncio.sleep(DRAIN_LOOK_S)
 
     def _route(
@@ -171,13 +173,13 @@ class SandboxServer:
             free_bytes=free_bytes,
             places=self._registry.places(registered.holder),
             sandboxes=len(self),
-            is_draining=self._draining,
+            is_draining=self.draining.is_set(),
         )
         return wire.HostReply(report=report)
 
     async def _announce(self, registered: RegisteredSandbox, body: bytes) -> Answer:
         order = wire.read_message(wire.BurstRequest, body)
-        if isinstance(self._provider, SandboxPool) and not self._draining:
+        if isinstance(self._provider, SandboxPool) and not self.draining.is_set():
             spec = self._resolve(registered, order.spec)
             self._provider.announce(spec, min(order.count, self._registry.places(registered.holder)))
         return wire.Done()
@@ -187,7 +189,7 @@ class SandboxServer:
             raise ConfigError(
                 f"key {registered.holder!r} may not drain this server: write operator = true for it in the clients file"
             )
-        self._draining = True
+        self.draining.set()
         return await self._report(registered, body)
 
     def _resolve(self, registered: RegisteredSandbox, requested: SandboxSpec) -> SandboxSpec:
@@ -283,7 +285,7 @@ class SandboxServer:
         """Register new sandboxes, which are made whether their client waits or not; ``make`` is called if they are
         admitted.
         """
-        if self._draining:
+        if self.draining.is_set():
             raise SandboxesBusy("this server is being drained, and takes no new sandboxes: use another one")
         self._registry.take(sandboxes, limits, ttl_s, time.monotonic())
         batch = asyncio.create_task(make())

@@ -22,7 +22,8 @@ from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.memory_pressure import MachineMemory
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.remote.client import RemoteSandboxes
-from etude.sandboxes.remote.hosts import HostedSandboxes, HostTimes
+from etude.sandboxes.remote.hosts import HostedSandboxes, HostTimes, SandboxLoad
+from etude.sandboxes.remote.placement import SANDBOX_BYTES
 from etude.sandboxes.remote.principals import Permissions, Quota, SandboxClient, limits_of_many
 from etude.sandboxes.remote.server import SandboxServer, ServerLimits
 from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
@@ -32,7 +33,7 @@ from waiting import until, wait_until
 T = TypeVar("T")
 GIB = 1 << 30
 LOOK_S = 0.05
-TIMES = HostTimes(look_s=LOOK_S, answer_s=30.0, gone_s=0.5)
+TIMES = HostTimes(look_s=LOOK_S, answer_s=30.0, gone_s=0.5, find_s=LOOK_S)
 """A host that is there is found to be, however busy this machine is."""
 SPEC = SandboxSpec()
 SLEEP, NAP = (["python3", "-c", f"import time; time.sleep({seconds})"] for seconds in (100, 9))
@@ -389,6 +390,147 @@ def test_what_a_host_refuses_is_refused_as_it_is_by_one() -> None:
             await provider.create({}, SandboxSpec(allow=("pypi.org:443",)))
 
     play(ask, Host(), Host())
+
+
+class Region:
+    """The directory of a region, in which hosts are found unless it is unavailable."""
+
+    def __init__(self, *machines: Host) -> None:
+        self.machines = set(machines)
+        self.is_away = False
+        self.reads = 0
+
+    async def find(self) -> Sequence[str]:
+        self.reads += 1
+        if self.is_away:
+            raise InfrastructureError("the store does not answer")
+        return [f"http://127.0.0.1:{host.port}" for host in self.machines]
+
+    async def is_read(self) -> None:
+        """Wait until a provider has used what is there now."""
+        after = self.reads + 2
+        await until(lambda: self.reads >= after)
+
+
+def follow(
+    scenario: Callable[[HostedSandboxes], Awaitable[None]], *machines: Host, regions: Sequence[Region], named: int = 0
+) -> None:
+    """Act out a scenario with hosts of which the first are named, and others found in regions."""
+
+    async def act() -> None:
+        for host in machines:
+            await host.listen()
+        urls = [f"http://127.0.0.1:{host.port}" for host in machines[:named]]
+        provider = HostedSandboxes(urls, KEY, find=[region.find for region in regions], times=TIMES)
+        try:
+            await scenario(provider)
+        finally:
+            await provider.close()
+            for host in machines:
+                await host.leave()
+
+    asyncio.run(act())
+
+
+def test_a_request_that_waits_for_room_uses_a_host_that_joins() -> None:
+    quota = Quota(sandboxes=1)
+    first, second = Host(quota=quota), Host(quota=quota)
+    near, far = Region(first), Region()
+
+    async def join(provider: HostedSandboxes) -> None:
+        await provider.create({})
+        waiting = asyncio.create_task(provider.create({"a": "b"}))
+        await far.is_read()
+        assert not waiting.done()
+        far.machines.add(second)
+        assert await (await waiting).read_file("a") == "b"
+        assert counts([first, second]) == [1, 1]
+
+    follow(join, first, second, regions=[near, far])
+
+
+def test_the_first_request_waits_for_the_first_host_of_a_fleet() -> None:
+    host, region = Host(), Region()
+
+    async def join(provider: HostedSandboxes) -> None:
+        waiting = asyncio.create_task(provider.create({}))
+        await region.is_read()
+        assert not waiting.done()
+        region.machines.add(host)
+        await waiting
+
+    follow(join, host, regions=[region])
+
+
+def test_calls_on_a_host_that_leaves_fail_and_its_work_goes_to_others() -> None:
+    machines = [Host(LocalSandboxes(1), memory_bytes=64 * GIB), Host(memory_bytes=GIB)]
+    region = Region(machines[0])
+
+    async def leave(provider: HostedSandboxes) -> None:
+        sandbox = await provider.create({"a": "b"})
+        running = asyncio.create_task(sandbox.exec(SLEEP, timeout_s=300))
+        await region.is_read()
+        assert counts(machines) == [1, 0]
+        region.machines.clear()
+        with pytest.raises(SandboxError, match="has left"):
+            await running
+        with pytest.raises(SandboxError, match="has left"):
+            await sandbox.read_file("a")
+        for _ in range(2):
+            await provider.create({})
+        assert (len(machines[1].server), provider.faults()) == (2, {})
+        region.machines.add(machines[0])
+        await region.is_read()
+        await until(lambda: not provider.faults())
+        assert await (await provider.create({"a": "again"})).read_file("a") == "again"
+
+    follow(leave, *reversed(machines), regions=[region], named=1)
+    asyncio.run(machines[0].provider.close())
+
+
+def test_a_host_of_a_directory_that_rejects_the_key_stops_nothing() -> None:
+    machines = [Host(), Host()]
+    digest = hashlib.sha256(b"the key of another run").hexdigest()
+    machines[0].server = SandboxServer(machines[0].provider, {"one": SandboxClient(digest=digest)})
+
+    async def make(provider: HostedSandboxes) -> None:
+        await provider.create({})
+        assert counts(machines) == [0, 1]
+
+    follow(make, *machines, regions=[Region(*machines)])
+
+
+def test_hosts_stay_while_their_directory_is_unavailable() -> None:
+    host = Host()
+    regions = [Region(host), Region()]
+    regions[1].is_away = True
+
+    async def stay(provider: HostedSandboxes) -> None:
+        sandbox = await provider.create({"a": "b"})
+        regions[0].is_away = True
+        await regions[0].is_read()
+        assert await sandbox.read_file("a") == "b"
+        await provider.create({})
+
+    follow(stay, host, regions=regions)
+
+
+def test_the_load_is_what_is_requested_and_what_there_is_room_for() -> None:
+    small, large = Host(quota=Quota(sandboxes=3)), Host(memory_bytes=GIB, limits=ServerLimits(reserve_bytes=0))
+    region = Region(small)
+
+    async def fill(provider: HostedSandboxes) -> None:
+        first = await provider.create({})
+        await until(lambda: provider.load() == SandboxLoad(demand=1, capacity=3))
+        others = [asyncio.create_task(provider.create({})) for _ in range(4)]
+        await until(lambda: provider.load() == SandboxLoad(demand=5, capacity=3))
+        region.machines.add(large)
+        await asyncio.gather(*others)
+        await until(lambda: provider.load() == SandboxLoad(demand=5, capacity=5 + GIB // SANDBOX_BYTES))
+        await first.close()
+        await until(lambda: provider.load() == SandboxLoad(demand=4, capacity=5 + GIB // SANDBOX_BYTES))
+
+    follow(fill, small, large, regions=[region])
 
 
 @pytest.mark.parametrize("urls", [["http://a", "http://a/"], ["x:80"], []])

@@ -6,7 +6,6 @@ A full host gets nothing, images return to their hosts, and the same facts give 
 from collections import Counter
 from collections.abc import Container, Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -69,6 +68,19 @@ class Model(RuleBasedStateMachine):
         self.failures: Counter[str] = Counter()
         self.rests_until = dict.fromkeys(NAMES, 0.0)
         self.without: dict[tuple[str, str], float] = {}
+        self.present = set(NAMES)
+
+    @rule(present=st.sets(names))
+    def follow(self, present: set[str]) -> None:
+        self.table.follow(present)
+        self.twin.follow(sorted(present, reverse=True))
+        for gone in self.present - present:
+            self.reports.pop(gone, None)
+            self.placed[gone] = self.failures[gone] = 0
+            self.rests_until[gone] = 0.0
+            self.full.discard(gone)
+            self.without = {key: until_s for key, until_s in self.without.items() if key[0] != gone}
+        self.present = present
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 61.0]))
     def wait(self, seconds: float) -> None:
@@ -76,6 +88,8 @@ class Model(RuleBasedStateMachine):
 
     @rule(name=names, free=st.integers(0, 6), places=st.integers(0, 6), is_draining=st.booleans())
     def heard(self, name: str, free: int, places: int, is_draining: bool) -> None:
+        if name not in self.present:
+            return
         last = report(free, places, is_draining=is_draining)
         for each in (self.table, self.twin):
             each.record_report(name, last, self.now)
@@ -85,6 +99,8 @@ class Model(RuleBasedStateMachine):
 
     @rule(name=names)
     def silent(self, name: str) -> None:
+        if name not in self.present:
+            return
         for each in (self.table, self.twin):
             each.record_silence(name, "no answer")
         self.reports.pop(name, None)
@@ -93,7 +109,8 @@ class Model(RuleBasedStateMachine):
     def refused(self, name: str) -> None:
         for each in (self.table, self.twin):
             each.refused(name)
-        self.full.add(name)
+        if name in self.present:
+            self.full.add(name)
 
     @rule(name=names, times=st.integers(1, FAILURES))
     def failed(self, name: str, times: int) -> None:
@@ -115,7 +132,8 @@ class Model(RuleBasedStateMachine):
     def has_no_image(self, name: str, image: str) -> None:
         for each in (self.table, self.twin):
             each.has_no_image(name, image, self.now)
-        self.without[name, image] = self.now + NO_IMAGE_S
+        if name in self.present:
+            self.without[name, image] = self.now + NO_IMAGE_S
 
     def free(self, name: str) -> int:
         return self.reports[name].free_bytes // SANDBOX_BYTES - self.placed[name]
@@ -167,12 +185,18 @@ class Model(RuleBasedStateMachine):
     def nowhere_is_said_of_an_image_that_no_host_has(self) -> None:
         for image in IMAGES[1:]:
             missing = [name for name in NAMES if self.now < self.without.get((name, image), 0.0)]
-            assert self.table.is_nowhere(image, self.now) == (len(missing) == len(NAMES))
+            assert self.table.is_nowhere(image, self.now) == (0 < len(self.present) == len(missing))
+
+    @invariant()
+    def room_is_what_each_host_could_take(self) -> None:
+        able = self.able()
+        rooms = [min(self.free(name), self.reports[name].places - self.placed[name]) for name in able]
+        assert self.table.room(self.now) == sum(rooms)
 
     @precondition(lambda self: not self.able())
     @invariant()
     def explained(self) -> None:
-        assert all(name in self.table.explain("", self.now) for name in NAMES)
+        assert all(name in self.table.explain("", self.now) for name in self.present)
 
 
 TestHosts = Model.TestCase
@@ -245,7 +269,16 @@ def test_a_host_that_can_do_less_than_was_promised_gets_nothing() -> None:
     assert hosts.choose("", 0.0) == "a"
 
 
-@pytest.mark.parametrize("hosts", [[], ["a", "a"]])
-def test_hosts_are_named_once(hosts: list[str]) -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        HostTable(hosts)
+def test_hosts_that_stay_keep_their_state_when_others_join_and_leave() -> None:
+    hosts = table(b=3, c=100)
+    assert hosts.choose("image", 0.0, without=["c"]) == "b"
+    hosts.refused("c")
+    hosts.follow(["a", "b", "c"])
+    assert hosts.obstacles("", 0.0) == {"a": "no report yet", "c": "it is full, with 0 sandboxes"}
+    assert [hosts.choose("", 0.0) for _ in range(3)] == ["b", "b", None], "its third place is taken"
+    hosts.record_report("a", report(1), 0.0)
+    hosts.follow(["a"])
+    assert [hosts.choose("image", 0.0, without=["b"]) for _ in range(2)] == ["a", None]
+    hosts.follow([])
+    assert (hosts.choose("", 0.0), hosts.room(0.0), hosts.is_nowhere("image", 0.0)) == (None, 0, False)
+    assert hosts.explain("", 0.0) == "none is known yet"
