@@ -22,7 +22,7 @@ from etude.run.keys import RUN_KEY_VARIABLE
 from etude.run.region_stores import ADDRESS_VARIABLE
 from etude.run.working_folder import WORK_VARIABLE, open_run_folder
 from etude.sandboxes.providers import KEY_VARIABLE
-from etude.telemetry.events import GatewayStats, ProcessStarted, RegionServed, RolloutClosed, StepDone
+from etude.telemetry.events import GatewayStats, ProcessStarted, RegionServed, RolloutClosed, RolloutsStats, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
 from tiny_runs import FINISHED, SHAPE
@@ -100,6 +100,7 @@ def test_an_external_harness_trains_on_two_regions_though_a_gateway_dies(
         if isinstance(event, RegionServed):
             used[event.region] += event.sessions
     assert used["home"] > 0 and used["far"] > 0, used
+    assert max(event.sandboxes for event in seen if isinstance(event, RolloutsStats)) > 0
     assert sorted({event.step for event in seen if isinstance(event, StepDone)}) == list(range(1, STEPS + 1))
 
 

@@ -78,7 +78,7 @@ class Dispatcher:
                 if self._context.clock.now() >= look_s:
                     look_s = self._context.clock.now() + LOOK_S
                     runner.launch(slot for slot in self._ledger.open_slots(TRAIN) if slot not in runner)
-                    self._events.write(RolloutsStats(running=most, capacity=self._config.concurrency))
+                    self._report(most)
                     most = 0
                 if self._serving_version() != version:
                     version = self._serving_version()
@@ -121,6 +121,14 @@ class Dispatcher:
     async def _poll_version(self, version: int) -> None:
         while self._serving_version() == version:
             await asyncio.sleep(POLL_S)
+
+    def _report(self, running: int) -> None:
+        """Log the places that are in use, with the most ``running`` rollouts since the last report."""
+        load = self._context.sandbox_load()
+        room = max(0, load.capacity - load.demand)
+        self._events.write(
+            RolloutsStats(running=running, capacity=self._config.concurrency, sandboxes=load.demand, sandbox_room=room)
+        )
 
     def _runner(self, purpose: str, config: RolloutConfig, temperature: float) -> RolloutRunner:
         return RolloutRunner(

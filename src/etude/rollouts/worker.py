@@ -33,6 +33,7 @@ from etude.ledger.ledger import OpenSlot
 from etude.protocols import Clock, Grade, Grader, Harness, HarnessResult, Sandbox, Score, Session
 from etude.rollouts.branching import Branching, ForkPoint
 from etude.rollouts.sandbox import COPIES_S, AgentTime, BoundedSandbox, RolloutLimits, SandboxCall, within
+from etude.sandboxes.remote.hosts import SandboxLoad
 from etude.types import Branch, Hint, Rollout, RolloutStage, RolloutStatus, Task, Turn
 
 T = TypeVar("T")
@@ -173,6 +174,8 @@ class RolloutContext:
     """``None``: no rollouts fork."""
     announce: Callable[[Task, int], None] | None = None
     """Called with a task and the number of sandboxes that will be requested; ``None``: no preparation."""
+    sandbox_load: Callable[[], SandboxLoad] = SandboxLoad
+    """Present demand for sandboxes on several hosts, and their capacity; none by default."""
     version_changed: Callable[[int], Awaitable[None]] | None = None
     """Waits until the served weight version differs from the argument; ``None``: the served version is polled."""
     pass_at: float = 1.0

@@ -25,7 +25,7 @@ FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Commands that end when their work is done; the others serve until they are stopped."""
 LIKE = {"midtrain": "train", "sft": "train", "parity": "serve"}
 """Command before the loop → the command of the loop whose resources and place it uses."""
-RUN_KEY, SANDBOXES_KEY = "ETUDE_RUN_KEY", "ETUDE_SANDBOXES_KEY"
+RUN_KEY, SANDBOXES_KEY, JUDGE_KEY = "ETUDE_RUN_KEY", "ETUDE_SANDBOXES_KEY", "ETUDE_JUDGE_KEY"
 STORE_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 """Credentials of an S3 store; not set where machines have their own role."""
 ENGINE_PORT, GATEWAY_PORT, SANDBOXES_PORT = 8600, 8500, 8700
@@ -104,11 +104,13 @@ def plan_loop(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessS
 
 
 def _plan_rollouts(config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[ProcessSpec]:
-    """Plan the rollouts processes, which need the key of remote sandboxes if the recipe has them."""
-    keys: tuple[str, ...] = ()
+    """Plan the rollouts processes, which need the keys of a judge's model and of remote sandboxes if the recipe has
+    them.
+    """
+    keys: tuple[str, ...] = (JUDGE_KEY,) if config.judge.kind == "model" else ()
     if isinstance(config.sandboxes.options, RemoteOptions):
         config.sandboxes.options.check_servers(on_fleet=any(region.sandbox_hosts for region in fleet.regions))
-        keys = (SANDBOXES_KEY,)
+        keys += (SANDBOXES_KEY,)
     for replica in range(fleet.rollouts):
         spec = process_spec(ProcessName(command=ROLLOUTS.command, replica=replica), fleet, run)
         yield replace(spec, secrets=(*spec.secrets, *keys))

@@ -70,7 +70,7 @@ from etude.run.task_sandboxes import (
 from etude.sandbox_spec import Capability
 from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.local.provider import LocalSandboxes
-from etude.sandboxes.remote.hosts import FindHosts
+from etude.sandboxes.remote.hosts import FindHosts, SandboxLoad
 from etude.sockets import alert_connector
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
@@ -453,6 +453,7 @@ async def _rollout_context(
             stack.enter_context(synced_judge_state(folder, judge_state))
         judge = await stack.enter_async_context(open_judge(config, http, state=judge_state, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
+        hosted = sandboxes if isinstance(sandboxes, EnvironmentTaskSandboxes) else None
         yield RolloutContext(
             sessions=sessions.opener,
             sandboxes=sandboxes,
@@ -463,7 +464,8 @@ async def _rollout_context(
             monitor=open_monitor(config, chat),
             scorer=open_scorer(config, chat, judge),
             branching=Branching.of(config.credit, config.seed),
-            announce=sandboxes.announce if isinstance(sandboxes, EnvironmentTaskSandboxes) else None,
+            announce=None if hosted is None else hosted.announce,
+            sandbox_load=SandboxLoad if hosted is None else hosted.load,
             version_changed=sessions.served.changed,
             pass_at=config.eval.pass_at,
         )

@@ -27,7 +27,7 @@ from etude.rewards.graders.script import ScriptGrader
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.providers import ProviderContext
-from etude.sandboxes.remote.hosts import FindHosts, HostedSandboxes
+from etude.sandboxes.remote.hosts import FindHosts, HostedSandboxes, SandboxLoad
 from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import AnswerChecks, Checks, FunctionChecks, NamedChecks, QueryChecks, ScriptChecks, Task, TestChecks
@@ -195,6 +195,10 @@ class EnvironmentTaskSandboxes:
         spec = self.spec_of(environment)
         reached = (urlsplit(gateway).netloc,) if self._reaches and gateway else ()
         return replace(spec, mounts={**spec.mounts, **self._beside}, allow=(*spec.allow, *reached))
+
+    def load(self) -> SandboxLoad:
+        """Demand for sandboxes on several hosts, and their capacity; none on this machine, or behind a warm pool."""
+        return self._provider.load() if isinstance(self._provider, HostedSandboxes) else SandboxLoad()
 
     async def close(self) -> None:
         """Close every sandbox; calling it twice is harmless."""

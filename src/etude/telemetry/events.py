@@ -252,16 +252,16 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsStats:
-    """Places of a rollouts process that were in use since its previous event: the most at a time."""
+    """Places of a rollouts process that are in use."""
 
     running: int
-    """Rollouts that run or wait for their next attempt."""
+    """Rollouts that run or wait for their next attempt: the most at a time since the previous event."""
     capacity: int
     """``rollouts.concurrency``."""
     sandboxes: int = 0
-    """Sandboxes that are open or asked for on several hosts; 0 where there are none."""
+    """Sandboxes that are open or requested on several hosts now; 0 where there are none."""
     sandbox_room: int = 0
-    """Further sandboxes that these hosts could take, at least."""
+    """Further sandboxes that these hosts could take now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

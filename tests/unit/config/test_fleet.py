@@ -103,6 +103,14 @@ def test_sandbox_hosts_announce_themselves_and_only_who_needs_it_gets_their_key(
     assert "ETUDE_SANDBOXES_KEY" not in local["rollouts"].secrets
 
 
+def test_rollouts_get_the_key_of_a_judge_s_model_if_there_is_one() -> None:
+    fleet = FleetConfig(home="home", regions=(RegionConfig(name="home", engines=1),))
+    judged = ["judge.kind=model", "judge.options.url=https://judge.example/v1", "judge.options.model=grader"]
+    for overrides, has_key in (([], False), (judged, True)):
+        specs = {spec.name: spec for spec in plan_loop(default_recipe(overrides), fleet, "s3://run")}
+        assert ("ETUDE_JUDGE_KEY" in specs["rollouts"].secrets) is has_key
+
+
 def test_remote_sandboxes_have_a_server_or_a_host_of_the_fleet() -> None:
     fleet = FleetConfig(home="home", regions=(RegionConfig(name="home", engines=1),))
     plan_loop(default_recipe(["sandboxes.kind=remote", "sandboxes.options.urls=['http://a']"]), fleet, "s3://run")

@@ -25,7 +25,8 @@ from etude.rollouts.schedule import PAUSES
 from etude.rollouts.task_history import SelectedTasks
 from etude.rollouts.task_order import TaskOrder
 from etude.rollouts.task_selection import TaskSelection
-from etude.telemetry.events import Outage, RolloutClosed
+from etude.sandboxes.remote.hosts import SandboxLoad
+from etude.telemetry.events import Outage, RolloutClosed, RolloutsStats
 from etude.telemetry.log import EventLog, EventReader
 from etude.trainer.batching.batch import build_batch
 from etude.types import Finish, Rollout, RolloutStatus, Split, Task, Turn
@@ -509,6 +510,32 @@ def test_tasks_that_are_chosen_and_groups_that_are_sampled_again_fill_every_step
     assert max(left_out) <= 2 * most  # what was left out before a claim may lie behind the batch that was claimed
     groups = list(here.ledger.groups(TRAIN))
     assert len({(group.task.task_id, group.epoch) for group in groups}) == len(groups)
+    here.close()
+
+
+def test_places_in_use_are_reported_with_those_of_sandboxes(tmp_path: Path) -> None:
+    async def slow(task: Task) -> None:
+        await asyncio.sleep(1.0)
+
+    here = Bench(tmp_path, config(concurrency=4), ALL_NUMBERS, slow)
+    here.fakes.context = replace(here.fakes.context, sandbox_load=lambda: SandboxLoad(demand=7, capacity=5))
+    here.dispatcher = Dispatcher(
+        here.config,
+        ledger=here.ledger,
+        draw=TaskOrder(here.family, seed=0).draw,
+        context=here.fakes.context,
+        events=here.log,
+        serving_version=here.version,
+    )
+
+    async def run() -> None:
+        await asyncio.gather(here.dispatcher.train(6), here.trainer(6))
+
+    run_virtually(run())
+    reports = [logged.event for logged in EventReader(tmp_path / "events").new()
+               if isinstance(logged.event, RolloutsStats)]  # fmt: skip
+    assert {(each.capacity, each.sandboxes, each.sandbox_room) for each in reports} == {(4, 7, 0)}
+    assert reports[0].running == 0 and max(each.running for each in reports) == 4
     here.close()
 
 

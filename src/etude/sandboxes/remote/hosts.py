@@ -76,9 +76,9 @@ USUAL_TIMES = HostTimes()
 class SandboxLoad:
     """Sandboxes of this process, and those that its hosts have room for: what a scaler of hosts compares."""
 
-    demand: int
+    demand: int = 0
     """Sandboxes that are open, those of a warm pool included, or requested."""
-    capacity: int
+    capacity: int = 0
     """Sandboxes that are open or being made, and those that the hosts could still take, by their last reports. Several
     clients of the same hosts count the same free room.
     """
