@@ -200,6 +200,12 @@ def test_the_readme_quotes_the_mean_of_the_measured(measured: Measured) -> None:
         assert quoted in text
 
 
+def test_the_readme_of_adapters_has_the_size_of_their_deltas() -> None:
+    sizes = [number_at(report, "weights.mean_delta_bytes") or 0.0 for report in ADAPTERS.reports]
+    text = " ".join((ADAPTERS.recipe / "README.md").read_text().split())
+    assert f"deltas of {min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f} MB per version" in text
+
+
 @pytest.mark.parametrize("page", ["models", "environments"])
 def test_a_recipe_in_the_docs_resolves(page: str, tmp_path: Path) -> None:
     (recipe,) = SHOWN.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
