@@ -43,14 +43,16 @@ class Measured:
 
 
 ADAPTERS = Measured("pretrained", "lora", ("lora.rank=16", "sft.learning_rate=1e-3", "trainer.learning_rate=3e-4"))
+MORE_TOKENS = Measured("quickstart-large", "20m", ("midtrain.tokens=20_000_000",))
 MEASURED = [Measured(path.parent.name) for path in sorted(RECIPES.glob("*/expected.json"))
-            if path.parent.name != "live"] + [ADAPTERS]  # fmt: skip
+            if path.parent.name != "live"] + [ADAPTERS, MORE_TOKENS]  # fmt: skip
 """What days with users come to is :mod:`test_live_recipe`'s."""
 OPERATIONS = "gateway"
 """Where a recipe says how its door is run: ports, keys, limits. Nothing of that decides what is learnt."""
 CLAIMS = {
     "quickstart": (0.60, 0.90),
     "quickstart-large": (0.80, 0.95),
+    "quickstart-large 20m": (0.80, 0.95),
     "external-harness": (0.10, -0.05),
     "self-summary": (0.20, -0.02),
     "summaries": (0.18, 0.05),
