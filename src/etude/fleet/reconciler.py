@@ -68,6 +68,11 @@ class Unit:
             self.silences[name] = status.incarnation, silence
         return silence
 
+    def age_s(self, now_s: float) -> float:
+        """Seconds since it was last placed, or adopted; it must run."""
+        assert self.placed_s is not None
+        return now_s - self.placed_s
+
     def absence(self, name: str, now_s: float) -> float:
         """Seconds for which a member has not been visible."""
         return now_s - self.absent_s.setdefault(name, now_s)
@@ -181,7 +186,7 @@ class Reconciler:
                         f"{code}: {_last_line(status)}{log}"
                     )
                 case Outcome.AWAIT_ROOM:
-                    pause_s = unit.restarts.room_pause_s(reconciliation.now_s - (unit.placed_s or reconciliation.now_s))
+                    pause_s = unit.restarts.room_pause_s(unit.age_s(reconciliation.now_s))
                     reconciliation.actions.room_pauses[spec.name] = pause_s
                     unit.again_s = reconciliation.now_s + pause_s
                 case Outcome.RESTART:
@@ -195,7 +200,7 @@ class Reconciler:
         """True while there is nothing to decide about a member: it runs, or its timeout has not passed."""
         now_s = reconciliation.now_s
         if status is None:
-            return unit.placed_s is not None and now_s - unit.placed_s < REGISTERED_S
+            return unit.age_s(now_s) < REGISTERED_S
         if status.exit_status is not None:
             return False
         if status.is_pending:
