@@ -58,7 +58,7 @@ class Unit:
         self.absent_s: dict[str, float] = {}
         """Member → time since which its machine is lost or no machine has resources for it."""
         self.reported: set[str] = set()
-        """Members already reported as without a machine."""
+        """Members already reported as without a machine, until they have one."""
 
     def silence(self, name: str, status: ProcessStatus, now_s: float) -> Silence:
         """The silence of a member; a new incarnation starts a new one."""
@@ -209,6 +209,7 @@ class Reconciler:
         if status.is_lost:
             return unit.absence(spec.name, now_s) <= LOST_S
         unit.absent_s.pop(spec.name, None)
+        unit.reported.discard(spec.name)
         if (silent_s := self._overlong_silence(unit, spec, status, now_s)) is None:
             return True
         message = f"{spec.name} gave no sign of life for {silent_s:.0f} s and was killed"

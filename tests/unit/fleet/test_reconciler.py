@@ -149,6 +149,11 @@ def test_that_no_machine_has_room_is_said_once() -> None:
         "serve waits: no machine of region 'home' has 1 CPUs and 0 GPUs free; add one, or ask for less in "
         "[resources.serve] of the fleet"
     ]
+    machines.change("serve", is_pending=False)
+    reconciler.step(machines.statuses, 100.0)
+    machines.change("serve", is_pending=True)
+    assert not reconciler.step(machines.statuses, 101.0).notices
+    assert reconciler.step(machines.statuses, 102.0 + PENDING_S).notices == notices[2], "of a new wait, too"
 
 
 def test_a_silent_process_is_killed_and_started_again() -> None:
