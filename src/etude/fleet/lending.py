@@ -161,6 +161,8 @@ class Forecast:
             raise ValueError(f"this is not a forecast: {error}") from error
         if any(not 0 <= slot < WEEK_SLOTS for slot in forecast._peaks):
             raise ValueError(f"this is not a forecast: hours of a week are 0 to below {WEEK_HOURS}")
+        if any(not 0 <= peak < math.inf for peak in forecast._peaks.values()):
+            raise ValueError("this is not a forecast: peaks are numbers from 0")
         return forecast
 
     def _learn(self, slot: int, peak: float) -> None:

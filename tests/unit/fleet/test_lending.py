@@ -226,7 +226,19 @@ def test_a_habit_that_changed_is_followed() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"168": 1}', '{"1": 1, "200": 1}', '{"a": 1}', '{"1": null}', '{"inf": 1}', '{"-0.1": 1}'],
+    [
+        "",
+        "[]",
+        '{"168": 1}',
+        '{"1": 1, "200": 1}',
+        '{"a": 1}',
+        '{"inf": 1}',
+        '{"-0.1": 1}',
+        '{"1": null}',
+        '{"1": NaN}',
+        '{"1": Infinity}',
+        '{"1": 1, "2": -1}',
+    ],
 )
 def test_what_is_no_forecast_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
