@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from etude.fleet.lending import (
     HOUR_S,
+    LEARNING_RATE,
     LEAST_GROWN,
     MARGIN_GROWTH,
     MARGIN_HALF_LIFE_HOURS,
@@ -110,6 +111,7 @@ def test_all_engines_return_when_production_queues_nears_its_limit_or_stops_repo
     table = LendingTable(NAMES, LIMITS)
     now = settled(table, IDLE)
     assert table.step(facts, lent(table), now).recall == ("p1", "p2", "p3")
+    assert lent(table) == []
 
 
 def test_a_time_to_first_token_that_is_not_near_its_limit_is_no_trouble() -> None:
@@ -182,6 +184,7 @@ def test_what_earlier_weeks_brought_at_this_hour_is_kept_free_before_it_comes() 
 @given(
     st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=50), st.integers(-(10**9), 10**9)
 )
+@example([(0, 0), (0, 0)], 0)
 def test_what_a_quarter_of_an_hour_brought_is_expected_there_a_week_later(
     calls: Sequence[tuple[int, int]], start_s: int
 ) -> None:
@@ -198,6 +201,13 @@ def test_what_a_quarter_of_an_hour_brought_is_expected_there_a_week_later(
     assert again.expected(later_s, end_s) == max(map(max, calls))
     assert not again.knows(end_s), "it is not over"
     assert again.expected(end_s, end_s) == 0
+
+
+def test_a_table_learns_from_all_calls_those_that_wait_too() -> None:
+    table = LendingTable(NAMES, LIMITS)
+    for quarter in range(2):
+        table.step(load(5, waiting=2), (), quarter * SLOT_S)
+    assert table.forecast.expected(WEEK_S, WEEK_S) == 7
 
 
 def test_an_hour_that_rises_is_forecast_by_its_quarters() -> None:
@@ -219,7 +229,7 @@ def test_a_habit_that_changed_is_followed() -> None:
     for week in range(6):
         for quarter in range(4 * WEEK_HOURS):
             forecast.observe(40 if week == 0 else 10, week * WEEK_S + quarter * SLOT_S)
-    assert 10 < forecast.expected(7 * WEEK_S, 7 * WEEK_S + 1) < 20
+    assert forecast.expected(7 * WEEK_S, 7 * WEEK_S) == pytest.approx(10 + 30 * (1 - LEARNING_RATE) ** 5)
     again = Forecast.learnt(forecast.to_json())
     assert again.expected(7 * WEEK_S, 7 * WEEK_S) == pytest.approx(forecast.expected(7 * WEEK_S, 7 * WEEK_S), abs=1e-3)
 

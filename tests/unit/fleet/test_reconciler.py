@@ -85,6 +85,14 @@ def test_a_group_restarts_whole_and_others_stay() -> None:
     ]  # fmt: skip
 
 
+def test_a_group_whose_members_all_ended_early_is_placed_anew() -> None:
+    reconciler, machines = begin(*TRAINERS)
+    for name in TRAINERS:
+        machines.change(name, exit_status=-9)
+    actions = reconciler.step(machines.statuses, 10.0)
+    assert (actions.kill, [each.name for each in actions.place]) == ([*TRAINERS], [*TRAINERS])
+
+
 def test_a_single_process_that_ended_is_started_where_it_was() -> None:
     reconciler, machines = begin("serve", "gateway")
     machines.change("serve", exit_status=-9)
@@ -101,6 +109,19 @@ def test_a_group_is_done_when_all_of_it_is() -> None:
     machines.change("train-1", exit_status=0)
     reconciler.step(machines.statuses, 2.0)
     assert reconciler.done == {"train", "train-1"}
+
+
+def test_members_of_a_group_may_end_at_once_and_all_are_to_do_again_if_one_dies() -> None:
+    reconciler, machines = begin(*TRAINERS)
+    machines.change("train", exit_status=0)
+    reconciler.step(machines.statuses, 1.0)
+    machines.change("train-1", exit_status=-9)
+    machines.apply(reconciler.step(machines.statuses, 2.0))
+    assert reconciler.done == frozenset()
+    for name in TRAINERS:
+        machines.change(name, exit_status=0)
+    assert reconciler.step(machines.statuses, 3.0) == Actions()
+    assert reconciler.done == {*TRAINERS}
 
 
 def test_a_lost_machine_gets_its_time_to_come_back() -> None:
@@ -143,7 +164,8 @@ def test_a_process_that_finds_a_full_disk_starts_again_after_pauses_that_grow() 
 def test_that_no_machine_has_room_is_said_once() -> None:
     reconciler, machines = begin("serve")
     machines.change("serve", is_pending=True)
-    notices = [reconciler.step(machines.statuses, second).notices for second in (1.0, PENDING_S, PENDING_S + 2.0, 99.0)]
+    times_s = (1.0, 1.0 + PENDING_S, 2.0 + PENDING_S, 99.0)
+    notices = [reconciler.step(machines.statuses, now_s).notices for now_s in times_s]
     assert notices[0] == notices[1] == notices[3] == []
     assert notices[2] == [
         "serve waits: no machine of region 'home' has 1 CPUs and 0 GPUs free; add one, or ask for less in "
@@ -167,6 +189,15 @@ def test_a_silent_process_is_killed_and_started_again() -> None:
             assert [each.name for each in actions.place] == ["serve"]
             return
     raise AssertionError("it was never killed")
+
+
+def test_each_start_may_take_longer_than_a_heartbeat() -> None:
+    reconciler, now_s = Reconciler([spec("serve")], heartbeat_timeout_s=10.0), 1_000.0
+    for incarnation in ("first", "second"):
+        for beat in [0] * 100 + [1]:
+            now_s += 1.0
+            status = ProcessStatus(incarnation=incarnation, beat=beat)
+            assert reconciler.step({"serve": status}, now_s) == Actions()
 
 
 def killed_for_silence(lively_s: int) -> int:

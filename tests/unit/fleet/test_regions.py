@@ -130,7 +130,30 @@ def test_a_region_that_is_away_is_left_out_and_comes_back() -> None:
     assert give(regions, 5, 6.0) == {"near": 1}, "one that is back and behind is waited for, like any other"
     report(regions, 7.0, far=5)
     assert give(regions, 5, 7.0, most=2) == {"far": 2}
+    assert [view.is_away for view in regions.views(START_S + 9.0)] == [False, False]
     assert [view.is_away for view in regions.views(START_S + 9.5)] == [True, False], "silence is being away, too"
+
+
+def test_the_wait_for_a_region_begins_when_it_is_late_or_back() -> None:
+    regions = table(near=4, far=4)
+    report(regions, 30.0, near=5, far=4)
+    assert give(regions, 5, 30.0) == {"near": 2}, "it was not late before"
+    report(regions, 55.0, near=5)
+    assert give(regions, 5, 55.0) == {"near": 6}, "far is away"
+    for _ in range(8):
+        regions.ended("near")
+    report(regions, 60.0, near=5, far=4)
+    assert give(regions, 5, 60.0) == {"near": 1}, "it is back"
+
+
+def test_free_places_are_those_of_regions_that_are_there() -> None:
+    regions = table(near=4, far=4)
+    assert give(regions, 4, 0.0, most=6) == {"near": 3, "far": 3}
+    assert regions.free_places(START_S) == 10
+    regions.report("far", RegionReport(version=4, capacity=2), START_S)
+    assert regions.free_places(START_S) == 5, "far has one session too many"
+    regions.lose("near")
+    assert regions.free_places(START_S) == 0
 
 
 def test_a_late_region_that_is_away_or_full_is_not_waited_for() -> None:

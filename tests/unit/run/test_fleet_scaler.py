@@ -96,6 +96,16 @@ def test_a_budget_is_for_processes_of_all_kinds() -> None:
     assert run.messages == ["engines of eu: 2 → 3, 8.5 an hour"], "4 would cost 10 and the host of sandboxes 1"
 
 
+def test_numbers_of_one_region_may_be_fixed_or_all() -> None:
+    fixed = RegionConfig(name="eu", store="s3://eu", engines=2)
+    scaled = RegionConfig(name="us", store="s3://us", engines=2, scaling=SCALING)
+    for regions, messages in (([fixed], []), ([fixed, scaled], ["engines of us: 2 → 6, 15 an hour"])):
+        run = Played(FleetConfig(home="eu", regions=tuple(regions)))
+        for _ in range(SETTLE):
+            run.step(wait_share=0.5, busy_share=1.0, engines=4)
+        assert run.messages == messages
+
+
 def calls(cpu_s: float) -> GatewayStats:
     return GatewayStats(window_s=1.0, calls=1, failed=0, call_s=1.0, waited_s=0.0, cpu_s=cpu_s)
 
@@ -147,10 +157,14 @@ def test_a_change_by_hand_is_gone_on_from_and_ones_own_is_not_taken_for_one() ->
     assert run.fleets == [fleet(4), fleet(2)]
 
 
-def test_steps_of_which_no_engine_has_told_change_nothing() -> None:
-    run = Played(fleet(2))
+@pytest.mark.parametrize("wait_share", [0.5, 0.0])
+def test_steps_of_which_no_process_has_told_change_nothing(wait_share: float) -> None:
+    scaling = RegionScaling(engines=BOUNDS, gateways=BOUNDS, sandbox_hosts=BOUNDS)
+    region = RegionConfig(name="eu", engines=2, gateways=2, sandbox_hosts=2, scaling=scaling)
+    more = FleetScaling(rollouts=ReplicaBounds(most=4))
+    run = Played(FleetConfig(home="eu", regions=(region,), rollouts=2, scaling=more))
     for _ in range(3 * SETTLE):
-        run.step(wait_share=0.5, busy_share=1.0, engines=0)
+        run.step(wait_share=wait_share, busy_share=1.0, engines=0)
     assert run.fleets == []
 
 
