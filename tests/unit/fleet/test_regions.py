@@ -109,6 +109,14 @@ def test_a_late_region_keeps_its_claim_for_a_while() -> None:
     assert give(regions, 4, 2.0, most=4) == {"near": 2, "far": 2}
 
 
+def test_of_several_late_regions_the_one_with_the_fewest_sessions_is_waited_for() -> None:
+    regions = table(near=4, far=3, farther=3)
+    regions.lose("near")
+    assert give(regions, 3, 0.0, most=1) == {"far": 1}
+    report(regions, 0.0, near=4)
+    assert give(regions, 4, 0.0) == {"near": 2}, "a quarter of its places ahead of farther"
+
+
 def test_a_region_that_does_not_follow_holds_no_other_up() -> None:
     regions = table(near=4, far=3)
     for second in range(1, 21):
