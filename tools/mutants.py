@@ -12,8 +12,8 @@ survives. Mutants that ``mutants.toml`` lists as equivalent, with the reason, ar
 Prints one JSON object with the survivors; the exit status is 1 if a core is below ``KILLED_SHARE``.
 ``--out`` keeps verdicts, so that a later call does not repeat mutants that were killed.
 
-Not mutated: code outside of functions, functions that Numba compiles, words of errors and docstrings, the order of the
-arguments of symmetric functions.
+Not mutated: code outside of functions, functions that Numba compiles, words of errors and docstrings, the types of
+variables, the order of the arguments of symmetric functions.
 """
 
 import argparse
@@ -96,7 +96,9 @@ class Candidate:
 
 
 def candidates(modules: Sequence[str]) -> Iterator[Candidate]:
-    """Every mutant of the functions in ``modules``, except changed words and the order of symmetric arguments."""
+    """Every mutant of the functions in ``modules``, except changed words, types, and the order of symmetric
+    arguments.
+    """
     for entry in modules:
         module, _, owner = entry.partition(":")
         file = Path("src/etude", module).with_suffix(".py")
@@ -108,6 +110,7 @@ def candidates(modules: Sequence[str]) -> Iterator[Candidate]:
             nodes = list(ast.walk(function.node))
             statements = [node for node in nodes if isinstance(node, ast.stmt)]
             silent = [source.span(node) for node in statements if _is_silent(node)]
+            types = [source.span(node.annotation) for node in nodes if isinstance(node, ast.AnnAssign)]
             calls = [node for node in nodes if isinstance(node, ast.Call)]
             alike = {
                 source.span(value)[0] for call in calls if ast.unparse(call.func) in SYMMETRIC for value in call.args
@@ -115,8 +118,9 @@ def candidates(modules: Sequence[str]) -> Iterator[Candidate]:
             for mutant in () if names & COMPILED else mutants(source, function):
                 start = mutant.edit.start
                 is_word = any(first <= start < last for first, last in silent)
+                is_type = any(first <= start < last for first, last in types)
                 ignored = {"wrong_text": is_word, "swapped_arguments": start in alike}
-                if not ignored.get(mutant.operator):
+                if not is_type and not ignored.get(mutant.operator):
                     text = apply(source.text, [mutant.edit])
                     yield Candidate(
                         file=file, function=function, operator=mutant.operator, right=source.text, text=text

@@ -20,7 +20,7 @@ arguments. :mod:`etude.run.lending` returns engines and polls the load.
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol, Self, final
@@ -139,7 +139,7 @@ class Forecast:
     def expected(self, start: float, end: float) -> float:
         """Peak concurrent calls of earlier weeks from ``start`` to ``end``; 0 for unobserved times."""
         slots = range(int(start // SLOT_S), int(end // SLOT_S) + 1)
-        return max((self._peaks.get(slot % WEEK_SLOTS, 0.0) for slot in slots[:WEEK_SLOTS]), default=0.0)
+        return max(self._peaks.get(slot % WEEK_SLOTS, 0.0) for slot in slots[:WEEK_SLOTS])
 
     def knows(self, now: float) -> bool:
         """True if this time was observed in an earlier week."""
@@ -147,7 +147,7 @@ class Forecast:
 
     def to_json(self) -> str:
         """The peaks by hour of the week, such as 13.25, as text for :meth:`learnt`."""
-        return json.dumps({f"{slot / HOUR_SLOTS:g}": round(peak, 3) for slot, peak in sorted(self._peaks.items())})
+        return json.dumps({f"{slot / HOUR_SLOTS:g}": round(peak, 3) for slot, peak in self._peaks.items()})
 
     @classmethod
     def learnt(cls, text: str) -> Self:
@@ -161,6 +161,8 @@ class Forecast:
             raise ValueError(f"this is not a forecast: {error}") from error
         if any(not 0 <= slot < WEEK_SLOTS for slot in forecast._peaks):
             raise ValueError(f"this is not a forecast: hours of a week are 0 to below {WEEK_HOURS}")
+        if any(not 0 <= peak < math.inf for peak in forecast._peaks.values()):
+            raise ValueError("this is not a forecast: peaks are numbers from 0")
         return forecast
 
     def _learn(self, slot: int, peak: float) -> None:
@@ -184,13 +186,11 @@ class _LendingRecord:
 
     name: str
     state: LendingState = LendingState.FREE
-    since: float = field(default=-math.inf)
-    """Time of its last move."""
 
-    def move(self, state: LendingState, now: float) -> None:
+    def move(self, state: LendingState) -> None:
         """Change to another state, as ``LENDING_MOVES`` allows."""
         assert state in LENDING_MOVES[self.state], f"an engine went from {self.state} to {state}"
-        self.state, self.since = state, now
+        self.state = state
 
 
 @final
@@ -221,7 +221,7 @@ class LendingTable:
         """
         for record in self._records:
             if record.state is LendingState.RECALLED and record.name not in running:
-                record.move(LendingState.FREE, now)
+                record.move(LendingState.FREE)
         needed = len(self._records) if load is None else self._needed(load, now)
         for count in range(needed + 1):
             self._needed_at[count] = now
@@ -230,13 +230,13 @@ class LendingTable:
         if len(lent) > spare:
             recalled = lent[: len(lent) - spare]  # in order: production fills engines from the front
             for record in recalled:
-                record.move(LendingState.RECALLED, now)
+                record.move(LendingState.RECALLED)
             return LendingDecision(recall=tuple(record.name for record in recalled))
         free = [record for record in self._records[self._limits.keep :] if record.state is LendingState.FREE]
         calm = sum(now - at >= self._limits.calm_s for at in self._needed_at[needed + 1 :])
         taken = free[len(free) - max(0, min(len(free), calm - self._borrowed())) :]
         for record in taken:
-            record.move(LendingState.LENT, now)
+            record.move(LendingState.LENT)
         return LendingDecision(lend=tuple(record.name for record in taken))
 
     def _borrowed(self) -> int:

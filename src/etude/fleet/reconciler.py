@@ -58,7 +58,7 @@ class Unit:
         self.absent_s: dict[str, float] = {}
         """Member → time since which its machine is lost or no machine has resources for it."""
         self.reported: set[str] = set()
-        """Members already reported as without a machine."""
+        """Members already reported as without a machine, until they have one."""
 
     def silence(self, name: str, status: ProcessStatus, now_s: float) -> Silence:
         """The silence of a member; a new incarnation starts a new one."""
@@ -67,6 +67,11 @@ class Unit:
             silence = Silence(status.beat, now_s)
             self.silences[name] = status.incarnation, silence
         return silence
+
+    def age_s(self, now_s: float) -> float:
+        """Seconds since it was last placed, or adopted; it must run."""
+        assert self.placed_s is not None
+        return now_s - self.placed_s
 
     def absence(self, name: str, now_s: float) -> float:
         """Seconds for which a member has not been visible."""
@@ -181,7 +186,7 @@ class Reconciler:
                         f"{code}: {_last_line(status)}{log}"
                     )
                 case Outcome.AWAIT_ROOM:
-                    pause_s = unit.restarts.room_pause_s(reconciliation.now_s - (unit.placed_s or reconciliation.now_s))
+                    pause_s = unit.restarts.room_pause_s(unit.age_s(reconciliation.now_s))
                     reconciliation.actions.room_pauses[spec.name] = pause_s
                     unit.again_s = reconciliation.now_s + pause_s
                 case Outcome.RESTART:
@@ -195,7 +200,7 @@ class Reconciler:
         """True while there is nothing to decide about a member: it runs, or its timeout has not passed."""
         now_s = reconciliation.now_s
         if status is None:
-            return unit.placed_s is not None and now_s - unit.placed_s < REGISTERED_S
+            return unit.age_s(now_s) < REGISTERED_S
         if status.exit_status is not None:
             return False
         if status.is_pending:
@@ -204,6 +209,7 @@ class Reconciler:
         if status.is_lost:
             return unit.absence(spec.name, now_s) <= LOST_S
         unit.absent_s.pop(spec.name, None)
+        unit.reported.discard(spec.name)
         if (silent_s := self._overlong_silence(unit, spec, status, now_s)) is None:
             return True
         message = f"{spec.name} gave no sign of life for {silent_s:.0f} s and was killed"

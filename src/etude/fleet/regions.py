@@ -41,6 +41,9 @@ class RegionLimits:
             raise ValueError(f"{self}: quorum is in (0, 1], lead and max_wait_s are not negative, away_s is positive")
 
 
+USUAL_LIMITS = RegionLimits()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionReport:
     """A region's report about itself."""
@@ -97,8 +100,8 @@ class Regions:
     ``names`` lists all possible regions; each is unavailable until its first report.
     """
 
-    def __init__(self, names: Iterable[str], limits: RegionLimits | None = None) -> None:
-        self._limits = limits or RegionLimits()
+    def __init__(self, names: Iterable[str], limits: RegionLimits = USUAL_LIMITS) -> None:
+        self._limits = limits
         self._regions = {name: _RegionRecord(name=name) for name in names}
         if not self._regions:
             raise ValueError("a run has at least one region")

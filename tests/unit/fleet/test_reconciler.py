@@ -47,9 +47,9 @@ class Machines:
         return {name for name, status in self.statuses.items() if status.is_running}
 
 
-def begin(*names: str) -> tuple[Reconciler, Machines]:
+def begin(*names: str, now_s: float = 0.0) -> tuple[Reconciler, Machines]:
     reconciler, machines = Reconciler([spec(name) for name in names], heartbeat_timeout_s=900.0), Machines()
-    machines.apply(reconciler.step(machines.statuses, 0.0))
+    machines.apply(reconciler.step(machines.statuses, now_s))
     return reconciler, machines
 
 
@@ -59,6 +59,14 @@ def test_what_runs_is_taken_over_and_what_is_missing_is_placed() -> None:
     actions = successor.step(machines.statuses, 1_000.0)
     assert [each.name for each in actions.place] == ["serve-1"]
     assert not actions.kill + actions.remove + actions.notices
+
+
+def test_a_group_of_which_a_part_runs_is_taken_over_and_restarts_if_the_rest_does_not_show() -> None:
+    _, machines = begin("train")
+    successor = Reconciler([spec(name) for name in TRAINERS], heartbeat_timeout_s=900.0)
+    assert successor.step(machines.statuses, 1_000.0) == Actions()
+    actions = successor.step(machines.statuses, 1_000.0 + REGISTERED_S)
+    assert (actions.kill, [each.name for each in actions.place]) == (["train"], ["train", "train-1"])
 
 
 def test_what_is_not_planned_is_removed() -> None:
@@ -75,6 +83,14 @@ def test_a_group_restarts_whole_and_others_stay() -> None:
     assert actions.notices == [
         "train-1 ended with status -9 and is restarted, and so are train: no output"
     ]  # fmt: skip
+
+
+def test_a_group_whose_members_all_ended_early_is_placed_anew() -> None:
+    reconciler, machines = begin(*TRAINERS)
+    for name in TRAINERS:
+        machines.change(name, exit_status=-9)
+    actions = reconciler.step(machines.statuses, 10.0)
+    assert (actions.kill, [each.name for each in actions.place]) == ([*TRAINERS], [*TRAINERS])
 
 
 def test_a_single_process_that_ended_is_started_where_it_was() -> None:
@@ -95,6 +111,19 @@ def test_a_group_is_done_when_all_of_it_is() -> None:
     assert reconciler.done == {"train", "train-1"}
 
 
+def test_members_of_a_group_may_end_at_once_and_all_are_to_do_again_if_one_dies() -> None:
+    reconciler, machines = begin(*TRAINERS)
+    machines.change("train", exit_status=0)
+    reconciler.step(machines.statuses, 1.0)
+    machines.change("train-1", exit_status=-9)
+    machines.apply(reconciler.step(machines.statuses, 2.0))
+    assert reconciler.done == frozenset()
+    for name in TRAINERS:
+        machines.change(name, exit_status=0)
+    assert reconciler.step(machines.statuses, 3.0) == Actions()
+    assert reconciler.done == {*TRAINERS}
+
+
 def test_a_lost_machine_gets_its_time_to_come_back() -> None:
     reconciler, machines = begin("serve")
     machines.change("serve", is_lost=True)
@@ -107,20 +136,46 @@ def test_a_lost_machine_gets_its_time_to_come_back() -> None:
     actions = reconciler.step(machines.statuses, 3.1 + 2 * LOST_S)
     assert [each.name for each in actions.place] == ["serve"]
     assert actions.notices == ["serve is gone with its machine and is restarted: no output"]
+    machines.apply(actions)
+    machines.change("serve", is_lost=True)
+    assert not reconciler.step(machines.statuses, 4.0 + 2 * LOST_S).place, "so does the next machine"
 
 
 def test_what_vanishes_is_placed_again_once_the_launcher_had_time_to_show_it() -> None:
-    reconciler, _ = begin("serve")
-    assert not reconciler.step({}, 0.9 * REGISTERED_S).place
-    assert reconciler.step({}, 1.1 * REGISTERED_S).place
+    reconciler, _ = begin("serve", now_s=1_000.0)
+    assert not reconciler.step({}, 1_000.0 + 0.9 * REGISTERED_S).place
+    assert reconciler.step({}, 1_000.0 + REGISTERED_S).place
+
+
+def test_a_process_that_finds_a_full_disk_starts_again_after_pauses_that_grow() -> None:
+    reconciler, machines = begin("serve", now_s=1_000.0)
+    now_s = 1_001.0
+    for lived_s, pause_s in ((1.0, 2.0), (1.0, 4.0), (1.0, 8.0), (500.0, 2.0)):
+        now_s += lived_s
+        machines.change("serve", exit_status=int(ExitCode.DISK_FULL))
+        assert reconciler.step(machines.statuses, now_s) == Actions(room_pauses={"serve": pause_s})
+        assert reconciler.step(machines.statuses, now_s + pause_s - 0.1) == Actions()
+        now_s += pause_s
+        actions = reconciler.step(machines.statuses, now_s)
+        assert actions == Actions(place=[spec("serve")])
+        machines.apply(actions)
 
 
 def test_that_no_machine_has_room_is_said_once() -> None:
     reconciler, machines = begin("serve")
     machines.change("serve", is_pending=True)
-    notices = [reconciler.step(machines.statuses, second).notices for second in (1.0, PENDING_S, PENDING_S + 2.0, 99.0)]
+    times_s = (1.0, 1.0 + PENDING_S, 2.0 + PENDING_S, 99.0)
+    notices = [reconciler.step(machines.statuses, now_s).notices for now_s in times_s]
     assert notices[0] == notices[1] == notices[3] == []
-    assert "no machine of region 'home' has 1 CPUs and 0 GPUs free" in notices[2][0]
+    assert notices[2] == [
+        "serve waits: no machine of region 'home' has 1 CPUs and 0 GPUs free; add one, or ask for less in "
+        "[resources.serve] of the fleet"
+    ]
+    machines.change("serve", is_pending=False)
+    reconciler.step(machines.statuses, 100.0)
+    machines.change("serve", is_pending=True)
+    assert not reconciler.step(machines.statuses, 101.0).notices
+    assert reconciler.step(machines.statuses, 102.0 + PENDING_S).notices == notices[2], "of a new wait, too"
 
 
 def test_a_silent_process_is_killed_and_started_again() -> None:
@@ -136,15 +191,44 @@ def test_a_silent_process_is_killed_and_started_again() -> None:
     raise AssertionError("it was never killed")
 
 
+def test_each_start_may_take_longer_than_a_heartbeat() -> None:
+    reconciler, now_s = Reconciler([spec("serve")], heartbeat_timeout_s=10.0), 1_000.0
+    for incarnation in ("first", "second"):
+        for beat in [0] * 100 + [1]:
+            now_s += 1.0
+            status = ProcessStatus(incarnation=incarnation, beat=beat)
+            assert reconciler.step({"serve": status}, now_s) == Actions()
+
+
+def killed_for_silence(lively_s: int) -> int:
+    """How often a process is killed in 1 000 s that has a heartbeat each second, for ``lively_s`` after each start."""
+    reconciler, machines = Reconciler([spec("serve")], heartbeat_timeout_s=10.0), Machines()
+    started = kills = 0
+    for second in range(1_000):
+        actions = reconciler.step(machines.statuses, float(second))
+        machines.apply(actions)
+        kills += len(actions.kill)
+        started = second if actions.place else started
+        machines.change("serve", beat=min(second - started, lively_s), log="serve.log")
+    return kills
+
+
+def test_silence_soon_after_each_start_ends_the_run_and_rare_silence_does_not() -> None:
+    with pytest.raises(InfrastructureError, match=r"was killed, for the 4th time; see serve\.log"):
+        killed_for_silence(lively_s=5)
+    assert killed_for_silence(lively_s=60) > 10
+
+
 def test_a_users_error_and_too_many_deaths_end_the_run() -> None:
     reconciler, machines = begin("serve")
     machines.change("serve", exit_status=int(ExitCode.USER_ERROR), last_line="set engine.port")
     with pytest.raises(EtudeError, match=r"serve gave up: set engine\.port"):
         reconciler.step(machines.statuses, 1.0)
     reconciler, machines = begin("serve")
-    with pytest.raises(InfrastructureError, match="serve died 6 times in 120 s, last with status 1: "):
+    fault = r"serve died 6 times in 120 s, last with status 1: boom; see serve\.log"
+    with pytest.raises(InfrastructureError, match=fault):
         for second in range(10):
-            machines.change("serve", exit_status=1)
+            machines.change("serve", exit_status=1, last_line="boom", log="serve.log")
             machines.apply(reconciler.step(machines.statuses, float(second)))
 
 
@@ -154,6 +238,12 @@ def test_a_drained_process_ends_and_comes_back_when_it_may() -> None:
     del machines.statuses["serve-1"]
     assert not reconciler.step(machines.statuses, 100.0, drained={"serve-1"}).place
     assert [each.name for each in reconciler.step(machines.statuses, 200.0).place] == ["serve-1"]
+
+
+def test_a_drained_process_that_may_run_again_before_it_has_ended_is_left_alone() -> None:
+    reconciler, machines = begin("serve", "serve-1")
+    assert reconciler.step(machines.statuses, 1.0, drained={"serve", "serve-1"}).remove == ["serve", "serve-1"]
+    assert reconciler.step(machines.statuses, 2.0) == Actions()
 
 
 def test_a_changed_fleet_is_followed_and_only_what_differs_is_touched() -> None:
@@ -167,6 +257,9 @@ def test_a_changed_fleet_is_followed_and_only_what_differs_is_touched() -> None:
     reconciler.follow([more, *trainers])
     actions = reconciler.step(machines.statuses, 2.0)
     assert (actions.kill, sorted(actions.remove), actions.place) == ([], ["serve", "serve-2"], [])
+    machines.apply(actions)
+    reconciler.follow([spec("serve-1"), *(replace(each, port=1) for each in trainers)])
+    assert reconciler.step(machines.statuses, 3.0).kill == ["serve-1", *TRAINERS]
 
 
 class Supervision(RuleBasedStateMachine):

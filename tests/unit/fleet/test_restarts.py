@@ -1,6 +1,6 @@
 """Deaths, stalls and full disks: the reaction to each; no process restarts for ever or is given up early."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from etude.errors import ExitCode
@@ -21,6 +21,7 @@ PAUSES = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40)
 
 
 @given(PAUSES, st.sampled_from([None, -9, 1, 143]))
+@example([DEATHS_WINDOW_S / MAX_DEATHS] * 20, None)
 def test_a_process_is_given_up_exactly_when_it_died_too_often_within_the_window(
     pauses: list[float], status: int | None
 ) -> None:
@@ -38,6 +39,12 @@ def test_only_what_was_to_end_is_done_and_only_a_users_error_is_never_tried_agai
     assert (outcome is Outcome.DONE) == (status == 0 and ends)
     assert (outcome is Outcome.USER_ERROR) == (status == ExitCode.USER_ERROR)
     assert (outcome is Outcome.AWAIT_ROOM) == (status == ExitCode.DISK_FULL)
+
+
+def test_pauses_double_and_begin_anew_once_it_ran_for_as_long_as_the_longest() -> None:
+    restarts = Restarts()
+    assert [restarts.room_pause_s(59.0) for _ in range(7)] == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert restarts.room_pause_s(60.0) == 2.0
 
 
 @given(st.lists(st.floats(0.0, 200.0), min_size=1, max_size=20))
@@ -58,22 +65,35 @@ def test_a_full_disk_is_no_death() -> None:
     assert restarts.ended(-9, 100.0, ends=True) is Outcome.RESTART
 
 
-def test_silences_that_come_again_with_each_start_are_given_up() -> None:
-    restarts = Restarts()
-    assert [restarts.record_silence(900.0, 1_000.0 * n) for n in range(MAX_SILENCES + 1)] == [False] * MAX_SILENCES + [
-        True
-    ]
-    rare = Restarts()
-    assert not any(rare.record_silence(900.0, 900.0 * SILENCES_WINDOW * n) for n in range(20))
+@given(PAUSES, st.floats(1.0, 20.0))
+@example([10.0 * SILENCES_WINDOW / MAX_SILENCES] * 20, 10.0)
+def test_silences_recur_exactly_when_there_are_too_many_within_their_window(
+    pauses: list[float], silent_s: float
+) -> None:
+    restarts, times_s = Restarts(), list[float]()
+    for pause_s in pauses:
+        times_s.append((times_s or [0.0])[-1] + pause_s)
+        recent = [at_s for at_s in times_s if times_s[-1] - at_s < SILENCES_WINDOW * silent_s]
+        assert restarts.record_silence(silent_s, times_s[-1]) == (len(recent) > MAX_SILENCES)
+        assert restarts.silences == len(recent)
+
+
+def test_the_first_heartbeat_may_take_long_and_later_ones_may_not() -> None:
+    silence = Silence(0, 0.0)
+    assert not silence.is_too_long(START_S, 900.0)
+    assert silence.is_too_long(START_S + 1.0, 900.0)
+    assert not silence.is_too_long(START_S + 1.0, 2 * START_S)
+    silence.look(1, 1.0)
+    assert not silence.is_too_long(900.0, 900.0)
+    assert silence.is_too_long(901.0, 900.0)
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.booleans()), max_size=50))
 def test_silence_is_never_more_than_the_time_that_was_watched(looks: list[tuple[float, bool]]) -> None:
-    silence, now_s, sign, watched_s = Silence(0, 0.0), 0.0, 0, 0.0
+    sign, now_s, watched_s = 7, 1_000.0, 0.0
+    silence = Silence(sign, now_s)
     for passed_s, beats in looks:
         now_s += passed_s
         sign += beats
         watched_s = 0.0 if beats else watched_s + min(passed_s, LONGEST_LOOK_S)
         assert abs(silence.look(sign, now_s) - watched_s) < 1e-9
-    assert not silence.is_too_long(1.0, 900.0)
-    assert silence.is_too_long(START_S + 1.0, 900.0)

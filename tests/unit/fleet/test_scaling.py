@@ -28,12 +28,33 @@ def after(
 
 
 def test_a_trainer_that_waits_half_its_time_gets_twice_the_engines() -> None:
+    assert after(ScalingTable([NEAR], {"near": 9}), full(0.5), SETTLE - 1) == {"near": 9}
     assert after(ScalingTable([NEAR], {"near": 9}), full(0.5)) == {"near": 18}
     assert after(ScalingTable([NEAR], {"near": 9}), full(0.2)) == {"near": math.ceil(9 / 0.8 / 0.9)}
 
 
 def test_it_may_wait_a_little() -> None:
     assert after(ScalingTable([NEAR], {"near": 9}), full(WAITS), 40) == {"near": 9}
+
+
+def test_engines_count_as_full_from_a_busy_share_on() -> None:
+    limits = ScalingLimits(full=0.5, target=0.5)
+    for busy, count in ((0.499, 9), (0.5, 18)):
+        table = ScalingTable([NEAR], {"near": 9}, limits)
+        assert after(table, StepLoad(work_s=1.0, wait_s=1.0, busy=busy)) == {"near": count}
+
+
+def test_a_step_without_work_says_nothing_about_the_number() -> None:
+    assert after(ScalingTable([NEAR], {"near": 9}), StepLoad(work_s=0.0, wait_s=5.0, busy=1.0), 40) == {"near": 9}
+
+
+def test_what_was_measured_before_a_change_does_not_count_after_it() -> None:
+    table = ScalingTable([NEAR], {"near": 9})
+    assert not table.is_full, "nothing is known yet"
+    after(table, full(0.5))
+    assert table.is_full
+    table.step(full(0.0))
+    assert not table.is_full
 
 
 def test_where_something_else_is_slow_more_engines_are_no_help() -> None:
@@ -84,18 +105,52 @@ def test_the_cheapest_region_grows_first_the_dearest_shrinks_first_and_money_bou
     assert poor.cost_per_hour == 6.0
 
 
+def test_the_cheapest_region_with_room_grows_while_the_budget_lasts() -> None:
+    table = ScalingTable([NEAR, FAR], {"near": 2, "far": 2})
+    assert after(table, full(0.5), budget_per_hour=8.0) == {"near": 2, "far": 4}, "all of it may be spent"
+
+
+def test_replicas_do_not_move_to_a_cheaper_region() -> None:
+    for steady in (full(0.0), StepLoad(work_s=1.0, wait_s=0.0, busy=0.89)):
+        assert after(ScalingTable([NEAR, FAR], {"near": 4, "far": 4}), steady, 40) == {"near": 4, "far": 4}
+
+
+def test_bounds_may_be_as_narrow_as_can_be() -> None:
+    nothing = ReplicaRange(region="r", fewest=0, most=0, cost_per_hour=0.0)
+    quick = ScalingLimits(settle=1, window=1, calm=1, full=1.0, target=1.0)
+    assert after(ScalingTable([nothing], {"r": 0}, quick), full(0.5), 1) == {"r": 0}
+    idle = StepLoad(work_s=1.0, wait_s=0.0, busy=0.5)
+    assert after(ScalingTable([NEAR], {"near": 4}, quick), idle, 1) == {"near": 2}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: ReplicaRange(region="r", fewest=2, most=1),
-        lambda: ReplicaRange(region="r", fewest=0, most=1, cost_per_hour=-1.0),
-        lambda: ScalingLimits(window=5, settle=4),
-        lambda: ScalingLimits(full=0.9, target=0.8),
+        {"fewest": -1},
+        {"fewest": 2, "most": 1},
+        {"cost_per_hour": -1.0},
+        {"cost_per_hour": math.inf},
     ],
 )
-def test_bounds_that_cannot_be_are_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match=r"fewest is at least 0|window is 1"):
-        wrong()  # type: ignore[operator]
+def test_bounds_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="fewest is at least 0"):
+        ReplicaRange(**{"region": "r", "fewest": 0, "most": 1} | wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"window": 0},
+        {"window": 5, "settle": 4},
+        {"calm": 0},
+        {"full": 0.0},
+        {"full": 0.9, "target": 0.8},
+        {"target": 1.1},
+    ],
+)
+def test_limits_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="window is 1"):
+        ScalingLimits(**wrong)  # type: ignore[arg-type]
 
 
 def played(demand: Sequence[float], *, work_s: float = 10.0, lag: int = 2) -> list[int]:

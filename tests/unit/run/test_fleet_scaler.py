@@ -1,7 +1,7 @@
 """A fleet whose numbers follow the trainer: decisions from events, and others' changes meanwhile."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,94 +37,144 @@ class Played:
         self.scaler.look(self.metrics, of)
         self._steps = 0
 
-    @property
-    def next_s(self) -> float:
-        """Time at which the next step ends."""
-        return 10.0 * (self._steps + 1)
-
-    def step(self, wait_s: float, busy_share: float, engines: int) -> None:
-        at_s = self.next_s
+    def step(
+        self, wait_share: float, busy_share: float, engines: int, others: Sequence[tuple[str, Event]] = ()
+    ) -> None:
+        """A step of one second; ``others`` are reports of other processes."""
         self._steps += 1
+        at_s = 1.0 * self._steps
         for replica in range(engines):
-            stats = EngineStats(busy_s=10 * busy_share, window_s=10.0, generated_tokens=1, prefill_tokens=1,
+            stats = EngineStats(busy_s=busy_share, window_s=1.0, generated_tokens=1, prefill_tokens=1,
                                 reused_tokens=0, running=1, waiting=0)  # fmt: skip
             self.metrics.add(Logged(at_s=at_s, process=f"serve-{replica}", event=stats))
-        done = step_done(self._steps, busy_s=10.0 - wait_s, wait_s=wait_s)
+        for process, event in others:
+            self.metrics.add(Logged(at_s=at_s, process=process, event=event))
+        done = step_done(self._steps, busy_s=1.0 - wait_share, wait_s=wait_share)
         self.metrics.add(Logged(at_s=at_s, process="train", event=done))
         self.scaler.look(self.metrics, self.followed)
-
-
-def engines_of(fleets: list[FleetConfig]) -> list[int]:
-    return [each.regions[0].engines for each in fleets]
 
 
 def test_engines_are_added_while_the_trainer_waits_and_people_are_told() -> None:
     run = Played(fleet(2))
     for _ in range(2 * SETTLE):
-        run.step(wait_s=5.0, busy_share=1.0, engines=2)
-    assert engines_of(run.fleets) == [4, 8]
+        run.step(wait_share=0.5, busy_share=1.0, engines=2)
+    assert run.fleets == [fleet(4), fleet(8)], "as if written by hand"
     assert run.messages == ["engines of eu: 2 → 4, 10 an hour", "engines of eu: 4 → 8, 20 an hour"]
-    assert run.fleets[0].regions[0].scaling == SCALING
 
 
-def test_a_budget_bounds_them() -> None:
-    run = Played(fleet(2, cost_per_hour=7.5))
-    for _ in range(2 * SETTLE):
-        run.step(wait_s=5.0, busy_share=1.0, engines=2)
-    assert engines_of(run.fleets) == [3]
+def test_engines_that_have_nothing_to_do_go() -> None:
+    run = Played(fleet(4))
+    for _ in range(ScalingLimits().calm):
+        run.step(wait_share=0.0, busy_share=0.0, engines=4)
+    assert run.fleets == [fleet(1)]
+
+
+@pytest.mark.parametrize("lag", range(SETTLE))
+def test_it_goes_on_at_the_same_pace_whenever_its_changes_arrive(lag: int) -> None:
+    run = Played(fleet(1))
+    declared = [fleet(1)] * (lag + 1)
+    for _ in range(3 * SETTLE):
+        run.followed = declared[-lag - 1]
+        run.step(wait_share=0.5, busy_share=1.0, engines=1)
+        declared.append(run.fleets[-1] if run.fleets else fleet(1))
+    assert run.fleets == [fleet(2), fleet(4), fleet(8)]
 
 
 def test_steps_before_a_supervisor_was_started_again_say_nothing_about_its_fleet() -> None:
     run = Played(fleet(2))
     for _ in range(SETTLE):
-        run.step(wait_s=5.0, busy_share=1.0, engines=2)
+        run.step(wait_share=0.5, busy_share=1.0, engines=2)
     restarted, fleets = FleetScaler(fleet(4), run.fleets.append, run.messages.append), [*run.fleets]
     restarted.look(run.metrics, fleet(4))
     assert run.fleets == fleets
 
 
-def test_the_budget_is_for_all_that_follows_the_trainer() -> None:
-    hosts = RegionConfig(name="far", store="/far", sandbox_hosts=2, gateways=0,
-                         scaling=RegionScaling(sandbox_hosts=ReplicaBounds(most=4, cost_per_hour=2.0)))  # fmt: skip
-    costly = fleet(2, cost_per_hour=14.0)
-    run = Played(costly.model_copy(update={"regions": (*costly.regions, hosts)}))
+def test_a_budget_bounds_them() -> None:
+    run = Played(fleet(2, cost_per_hour=7.5))
     for _ in range(2 * SETTLE):
-        run.step(wait_s=5.0, busy_share=1.0, engines=2)
-    assert engines_of(run.fleets) == [4], "two hosts for 4 and four engines for 10 an hour are all that it pays for"
+        run.step(wait_share=0.5, busy_share=1.0, engines=2)
+    assert run.fleets == [fleet(3, cost_per_hour=7.5)]
 
 
-def test_gateways_of_a_region_follow_its_own_load() -> None:
-    def region(name: str, engines: int) -> RegionConfig:
-        scaling = RegionScaling(gateways=ReplicaBounds(most=4))
-        return RegionConfig(name=name, store=f"/{name}", engines=engines, scaling=scaling)
-
-    run = Played(FleetConfig(home="eu", regions=(region("eu", 2), region("us", 1))))
+def test_a_budget_is_for_processes_of_all_kinds() -> None:
+    hosts = ReplicaBounds(most=8, cost_per_hour=1.0)
+    region = RegionConfig(name="eu", engines=2, sandbox_hosts=1,
+                          scaling=RegionScaling(engines=BOUNDS, sandbox_hosts=hosts))  # fmt: skip
+    run = Played(FleetConfig(home="eu", regions=(region,), scaling=FleetScaling(cost_per_hour=9.5)))
     for _ in range(SETTLE):
-        for process, cpu_s in (("gateway", 2.0), ("gateway@us", 9.0), ("product", 10.0)):
-            calls = GatewayStats(window_s=10.0, calls=1, failed=0, call_s=1.0, waited_s=0.0, cpu_s=cpu_s)
-            run.metrics.add(Logged(at_s=run.next_s, process=process, event=calls))
-        run.step(wait_s=5.0, busy_share=0.5, engines=2)
-    assert [[each.gateways for each in changed.regions] for changed in run.fleets] == [[1, 2]]
+        run.step(wait_share=0.5, busy_share=1.0, engines=2)
+    assert run.messages == ["engines of eu: 2 → 3, 8.5 an hour"], "4 would cost 10 and the host of sandboxes 1"
+
+
+def test_numbers_of_one_region_may_be_fixed_or_all() -> None:
+    fixed = RegionConfig(name="eu", store="s3://eu", engines=2)
+    scaled = RegionConfig(name="us", store="s3://us", engines=2, scaling=SCALING)
+    for regions, messages in (([fixed], []), ([fixed, scaled], ["engines of us: 2 → 6, 15 an hour"])):
+        run = Played(FleetConfig(home="eu", regions=tuple(regions)))
+        for _ in range(SETTLE):
+            run.step(wait_share=0.5, busy_share=1.0, engines=4)
+        assert run.messages == messages
+
+
+def calls(cpu_s: float) -> GatewayStats:
+    return GatewayStats(window_s=1.0, calls=1, failed=0, call_s=1.0, waited_s=0.0, cpu_s=cpu_s)
+
+
+def test_each_regions_gateways_are_counted_alone_and_lent_engines_stay() -> None:
+    scaling = RegionScaling(gateways=ReplicaBounds(most=4))
+    regions = tuple(
+        RegionConfig(name=name, store=f"s3://{name}", engines=2, lent_engines=1, scaling=scaling)
+        for name in ("eu", "us")
+    )
+    run = Played(FleetConfig(home="eu", regions=regions))
+    for _ in range(SETTLE):
+        reports = [("gateway", calls(0.1)), ("product", calls(1.0)), ("gateway@us", calls(1.0))]
+        run.step(wait_share=0.5, busy_share=1.0, engines=0, others=reports)
     assert run.messages == ["gateways of us: 1 → 2"]
+    assert [region.engines for region in run.fleets[0].regions] == [2, 2]
+
+
+def in_use(running: int, sandboxes: int, sandbox_room: int) -> tuple[str, RolloutsStats]:
+    return "rollouts", RolloutsStats(running=running, capacity=8, sandboxes=sandboxes, sandbox_room=sandbox_room)
+
+
+def test_places_for_rollouts_and_sandboxes_count_at_the_moment_when_most_are_in_use() -> None:
+    bounds = ReplicaBounds(most=4)
+    region = RegionConfig(name="eu", engines=1, sandbox_hosts=1, scaling=RegionScaling(sandbox_hosts=bounds))
+    scaling = FleetScaling(rollouts=bounds)
+    for most, message in (
+        (in_use(running=8, sandboxes=2, sandbox_room=6), "rollouts processes: 1 → 2"),
+        (in_use(running=2, sandboxes=8, sandbox_room=0), "sandbox hosts of eu: 1 → 2"),
+        (in_use(running=8, sandboxes=8, sandbox_room=0), "sandbox hosts of eu: 1 → 2"),
+    ):
+        run = Played(FleetConfig(home="eu", regions=(region,), scaling=scaling))
+        for _ in range(SETTLE):
+            few = in_use(running=0, sandboxes=0, sandbox_room=8)
+            run.step(wait_share=0.5, busy_share=0.0, engines=0, others=[few, most, few])
+        assert run.messages == [message], "rollouts wait for the sandboxes that they use"
 
 
 def test_a_change_by_hand_is_gone_on_from_and_ones_own_is_not_taken_for_one() -> None:
     run = Played(fleet(2))
     for _ in range(SETTLE):
-        run.step(wait_s=5.0, busy_share=1.0, engines=2)
+        run.step(wait_share=0.5, busy_share=1.0, engines=2)
     run.followed = run.fleets[0]
     for _ in range(SETTLE - 1):
-        run.step(wait_s=5.0, busy_share=1.0, engines=4)
+        run.step(wait_share=0.5, busy_share=1.0, engines=4)
     run.followed = fleet(1)
     for _ in range(SETTLE):
-        run.step(wait_s=5.0, busy_share=1.0, engines=1)
-    assert engines_of(run.fleets) == [4, 2]
+        run.step(wait_share=0.5, busy_share=1.0, engines=1)
+    assert run.fleets == [fleet(4), fleet(2)]
 
 
-def test_steps_of_which_no_engine_has_told_change_nothing() -> None:
-    run = Played(fleet(2))
+@pytest.mark.parametrize("wait_share", [0.5, 0.0])
+def test_steps_of_which_no_process_has_told_change_nothing(wait_share: float) -> None:
+    scaling = RegionScaling(engines=BOUNDS, gateways=BOUNDS, sandbox_hosts=BOUNDS)
+    region = RegionConfig(name="eu", engines=2, gateways=2, sandbox_hosts=2, scaling=scaling)
+    more = FleetScaling(rollouts=ReplicaBounds(most=4))
+    run = Played(FleetConfig(home="eu", regions=(region,), rollouts=2, scaling=more))
     for _ in range(3 * SETTLE):
-        run.step(wait_s=5.0, busy_share=1.0, engines=0)
+        run.step(wait_share=wait_share, busy_share=1.0, engines=0)
     assert run.fleets == []
 
 
