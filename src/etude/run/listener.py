@@ -2,7 +2,7 @@
 
 on one machine    loopback, at the port of the endpoints table; where the recipe has a host or TLS, one more for others
 on a fleet        the machine's own address, with the recipe's TLS; then the region's directory says so. Started again
-                  at the same address it has the same port
+                  at the same address it has the same port. A pod's port is given, as its manifest names it
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from etude.run.endpoints import HOST
 from etude.run.folder import RunFolder
 from etude.run.placement import fleet_of
 from etude.run.process_name import ProcessName
-from etude.run.region_stores import open_directory, own_address
+from etude.run.region_stores import open_directory, own_address, own_port
 from etude.run.serving import SHUTDOWN_S, listening, tls_context
 from etude.run.store_outages import StoreOutages
 
@@ -56,7 +56,7 @@ async def run_listener(
             yield folder.endpoints.url(name)
             return
         address, directory = own_address(), open_directory(folder, name.region, outages)
-        port = section.port and section.port + name.replica
+        port = own_port() or (section.port and section.port + name.replica)
         port = await listen(port or await asyncio.to_thread(_last_port, directory, name, address), address, tls)
         url = f"{'http' if tls is None else 'https'}://{address}:{port}"
         await asyncio.to_thread(directory.announce, name, url)

@@ -79,8 +79,8 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunP
     """
     if fleet.launcher in RENDERED:
         raise ConfigError(
-            f"launcher = {fleet.launcher!r}: it starts and keeps processes itself, from files; write them with "
-            f"`etude fleet render FLEET RECIPE`"
+            f"launcher = {fleet.launcher!r}: it starts and keeps processes itself, from files: create the run with "
+            f"`etude fleet create FLEET RECIPE --ledger URL`, and the files with `etude fleet render FLEET RECIPE`"
         )
     if region and region not in fleet.regions_by_name:
         raise ConfigError(f"--region {region}: the fleet has {', '.join(fleet.regions_by_name)}")

@@ -25,6 +25,9 @@ WEIGHTS = "weights"
 ADDRESS_VARIABLE = "ETUDE_ADDRESS"
 """Environment variable with the address at which other machines reach this one; by default that of its host name."""
 
+PORT_VARIABLE = "ETUDE_PORT"
+"""Environment variable with the port of an engine or a gateway that has an address of its own, such as a pod's."""
+
 
 def weights_url(folder: RunFolder, region: str) -> str:
     """The URL of the weight log that processes of a region read."""
@@ -53,3 +56,8 @@ def open_directory(folder: RunFolder, region: str, outages: StoreOutages | None 
 def own_address() -> str:
     """The address at which other machines reach this one."""
     return os.environ.get(ADDRESS_VARIABLE, "").strip() or socket.gethostbyname(socket.gethostname())
+
+
+def own_port() -> int:
+    """The port of :data:`PORT_VARIABLE`; 0 without it."""
+    return int(os.environ.get(PORT_VARIABLE, "0"))

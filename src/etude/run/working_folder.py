@@ -95,7 +95,7 @@ def check_place(url: str, config: RunConfig) -> None:
     if not config.ledger.url:
         raise ConfigError(
             f"ledger.url is empty, so the state of a run at {url} would be lost with this machine: give it a "
-            f"PostgreSQL database, --ledger postgresql://USER@HOST/DATABASE, or leave out --at"
+            f"PostgreSQL database, --ledger postgresql://USER@HOST/DATABASE; only a run in a folder can do without"
         )
     check_put_if_absent(open_place(url, FILES))
     if open_stored(url, FILES).numbers():

@@ -1,5 +1,6 @@
 """`etude fleet`: the machines of a run: files for clusters that restart processes themselves, changes, status."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -12,15 +13,15 @@ from etude.config.loading import load_fleet, load_recipe
 from etude.dashboard.terminal import light_table
 from etude.errors import ConfigError
 from etude.run.fleet_changes import change_fleet
-from etude.run.fleet_plan import plan_loop, plan_phases
+from etude.run.fleet_plan import devices_of, plan_loop, plan_phases, replicas_of
 from etude.run.fleet_region import keep_region
 from etude.run.fleet_status import region_status, state_words
-from etude.run.folder import require_empty
+from etude.run.folder import FLEET_FILE, require_empty
 from etude.run.launchers.kubernetes import render_manifests
 from etude.run.launchers.slurm import render_sbatch
-from etude.run.placement import check_change, fleet_objects, run_id
+from etude.run.placement import check_change, fleet_objects, remember_fleet, run_id
 from etude.run.process_name import ProcessName
-from etude.run.working_folder import open_run_folder
+from etude.run.working_folder import create_run, keep, open_run_folder
 
 FleetPath: TypeAlias = Annotated[Path, typer.Argument(metavar="FLEET", help="A TOML file: regions and launcher.")]
 Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
@@ -57,6 +58,26 @@ def render(
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(text, encoding="utf-8")
         print(out / name)
+
+
+@app.command()
+def create(
+    fleet: FleetPath,
+    recipe: RecipePath,
+    *,
+    ledger: Annotated[str, typer.Option(metavar="URL", help="ledger.url: postgresql://USER@HOST/DATABASE.")] = "",
+    overrides: Overrides,
+) -> None:
+    """Create a run in the store of a fleet's home region, where the processes of `etude fleet render` open it."""
+    machines = load_fleet(fleet)
+    url = _run_url(machines, fleet)
+    settings = [f"ledger.url={json.dumps(ledger)}"] if ledger else []
+    config = load_recipe(recipe, [*overrides, *settings, *devices_of(machines), *replicas_of(machines)])
+    plan_loop(config, machines, url)  # raises before there is a run
+    folder = create_run(url, config, tell=print)
+    remember_fleet(folder, machines)
+    keep(folder, FLEET_FILE)
+    print(f"the run is at {folder.url}: its processes open it there")
 
 
 @app.command()

@@ -23,6 +23,7 @@ from etude.config.fleet import FleetConfig, KubernetesConfig
 from etude.errors import ConfigError, ExitCode
 from etude.fleet.specs import GroupMember, ProcessSpec, Resources
 from etude.run.process_name import ProcessName
+from etude.run.region_stores import PORT_VARIABLE
 from etude.types import Json
 
 PHASES, MANIFESTS = "phases", "processes.yaml"
@@ -282,7 +283,9 @@ class PodTemplate:
         index: Json = {"fieldRef": {"fieldPath": f"metadata.labels['{INDEX_LABELS.get(self._command, '')}']"}}
         if self._spec.group is not None:
             return [*secrets, *_rendezvous(self._spec.group, f"{self._name}-{self.group}-0-0.{self._name}", index)]
-        return [*secrets, {"name": REPLICA, "valueFrom": index}] if self._command in NUMBERED else secrets
+        number: list[Json] = [{"name": REPLICA, "valueFrom": index}] if self._command in NUMBERED else []
+        port: list[Json] = [{"name": PORT_VARIABLE, "value": str(self._spec.port)}] if self._spec.port else []
+        return [*secrets, *number, *port]
 
 
 def _without_replica(command: Sequence[str]) -> list[str]:

@@ -62,6 +62,18 @@ def test_what_cannot_be_rendered_is_told(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_for_a_cluster_needs_a_database_before_anything_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet, recipe = tmp_path / "fleet.toml", tmp_path / "recipe.toml"
+    store = tmp_path / "store"
+    fleet.write_text(f'home = "here"\n[[regions]]\nname = "here"\nstore = "{store}"\nengines = 1\n')
+    recipe.write_text('name = "r"\n')
+    assert main(["fleet", "create", str(fleet), str(recipe)]) == 2
+    assert "--ledger postgresql://USER@HOST/DATABASE" in capsys.readouterr().err
+    assert not store.exists()
+
+
 def test_a_drained_process_ends_and_comes_back(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", RunConfig())
     here, state = place_here(folder, RunConfig()), open_state(folder)
@@ -145,7 +157,7 @@ def test_a_launcher_of_ones_own_is_made_and_a_broken_one_is_named(tmp_path: Path
     (tmp_path / "fleet.toml").write_text(text.replace('"local"', '"@mine.py:broken"'))
     with pytest.raises(ConfigError, match=r"'@mine\.py:broken' cannot be made: KeyError: 'no cluster'"):
         place_on(load_fleet(tmp_path / "fleet.toml"), folder)
-    with pytest.raises(ConfigError, match="write them with `etude fleet render"):
+    with pytest.raises(ConfigError, match="the files with `etude fleet render"):
         place_on(load_fleet(EXAMPLES / "slurm.toml"), folder)
 
 
