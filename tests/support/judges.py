@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -95,9 +96,10 @@ def court(
         spent.append(now)
         return Spend()
 
+    cache = VoteCache(None, 100)
     deps = JudgeDeps(
         endpoint=endpoint,
-        cache=VoteCache(None, 100),
+        cache=cache,
         budget=JudgeBudget(
             allowance or BudgetLimit(calls=1_000, tokens=10_000_000), Prices(prompt=1.0, completion=2.0)
         ),
@@ -108,7 +110,9 @@ def court(
         pause=pause,
         record=recorded,
     )
-    return Court(Judge(deps, params or JudgeParams(model="m"), bounds or JudgeLimits()), deps, alarms, spent, clock)
+    judge = Judge(deps, params or JudgeParams(model="m"), bounds or JudgeLimits())
+    weakref.finalize(judge, cache.close)
+    return Court(judge, deps, alarms, spent, clock)
 
 
 MARK, GIVEN = "ab" * 16, "cd" * 16

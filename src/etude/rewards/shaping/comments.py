@@ -116,7 +116,7 @@ def _tokens(text: str) -> tuple[list[tokenize.TokenInfo], bool]:
     try:
         for token in tokenize.generate_tokens(StringIO(text).readline):
             tokens.append(token)  # noqa: PERF402  # what came before an error counts
-    except (tokenize.TokenError, SyntaxError):
+    except (tokenize.TokenError, SyntaxError, SystemError):  # the last is a defect of CPython 3.13's tokenizer
         return tokens, True
     return tokens, False
 
