@@ -10,6 +10,7 @@ import json
 import sqlite3
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 def read_trackio(folder: Path) -> dict[str, Any]:
     """Its database."""
-    with sqlite3.connect(folder / "trackio" / "etude.db") as database:
+    with closing(sqlite3.connect(folder / "trackio" / "etude.db")) as database:
         rows = [
             (step, json.loads(text)) for step, text in database.execute("SELECT step, metrics FROM metrics ORDER BY id")
         ]

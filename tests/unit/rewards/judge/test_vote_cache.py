@@ -1,6 +1,7 @@
 """Votes that were already given."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_a_damaged_entry_is_a_miss_and_is_gone(tmp_path: Path, damage: str) -> N
     with VoteCache(tmp_path / "judge.db", 10) as cache:
         cache.put(KEY, VOTE)
         cache.put(OTHER, VOTE)
-    with sqlite3.connect(tmp_path / "judge.db") as database:
+    with closing(sqlite3.connect(tmp_path / "judge.db")) as database, database:
         try:
             database.execute(f"UPDATE votes SET {damage} WHERE key = ?", (KEY,))
         except sqlite3.IntegrityError:
@@ -43,7 +44,7 @@ def test_a_damaged_entry_is_a_miss_and_is_gone(tmp_path: Path, damage: str) -> N
 def test_an_entry_of_another_key_is_a_miss(tmp_path: Path) -> None:
     with VoteCache(tmp_path / "judge.db", 10) as cache:
         cache.put(KEY, VOTE)
-    with sqlite3.connect(tmp_path / "judge.db") as database:
+    with closing(sqlite3.connect(tmp_path / "judge.db")) as database, database:
         database.execute("UPDATE votes SET key = ?", (OTHER,))
     database.close()
     with VoteCache(tmp_path / "judge.db", 10) as cache:
