@@ -119,7 +119,7 @@ class ScalingTable:
             budget_per_hour: Maximum cost of all replicas after growth.
         """
         self._loads.append(load)
-        self.is_full = self._waits and self._busy >= self._limits.full
+        self.is_full = self._is_waiting and self._busy >= self._limits.full
         self._since += 1
         self._idle = self._idle + 1 if load.busy < self._limits.target else 0
         if self._since < self._limits.settle:
@@ -152,7 +152,7 @@ class ScalingTable:
         return busy_s / self._whole_s if self._whole_s else 0.0
 
     @property
-    def _waits(self) -> bool:
+    def _is_waiting(self) -> bool:
         """True if the trainer waited for too long in the newest steps."""
         return self._wait_s > WAITS * self._whole_s
 
@@ -166,7 +166,7 @@ class ScalingTable:
         needed = math.ceil(min(bound, busy_replicas / self._limits.target - ROUNDING))
         if self.is_full:
             return max(now, min(needed, math.ceil(now * MOST_AT_ONCE)))
-        return min(now, needed) if self._idle >= self._limits.calm and not self._waits else now
+        return min(now, needed) if self._idle >= self._limits.calm and not self._is_waiting else now
 
     def _toward(self, needed: int, budget_per_hour: float) -> None:
         """Change numbers one at a time until ``needed`` replicas are reached or nothing may change any more."""

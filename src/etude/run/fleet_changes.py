@@ -16,6 +16,11 @@ def change_fleet(folder: RunFolder, fleet: FleetConfig) -> tuple[int, Desired]:
     Raises :class:`~etude.errors.ConfigError` as :func:`~etude.run.fleet_plan.plan_loop` does.
     """
     desired = desired_of(folder, fleet)
+    save_fleet(folder, fleet)
+    return fleet_objects(folder).declare(desired), desired
+
+
+def save_fleet(folder: RunFolder, fleet: FleetConfig) -> None:
+    """Save a fleet in the run folder, and at the run's URL, if any."""
     remember_fleet(folder, fleet)
     keep(folder, FLEET_FILE)
-    return fleet_objects(folder).declare(desired), desired

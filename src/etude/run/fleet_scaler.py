@@ -19,6 +19,7 @@ from etude.config.fleet import SCALED, FleetConfig, RegionConfig, ReplicaBounds
 from etude.dashboard.run_metrics import E, RunMetrics, Timed
 from etude.fleet.scaling import USUAL_LIMITS, ReplicaRange, ScalingLimits, ScalingTable, StepLoad
 from etude.run.process_name import GATEWAY, ProcessName
+from etude.telemetry.events import RolloutsStats
 
 GATEWAY_LIMITS = ScalingLimits(full=0.5, target=0.6)
 """A gateway is one event loop: calls wait for it long before its processor time is used up."""
@@ -178,10 +179,11 @@ def _engines_busy(window: _StepWindow) -> float | None:
 
 def _gateways_busy(fleet: FleetConfig, region: str, window: _StepWindow) -> float | None:
     """Share of processor time of the gateways of a region."""
+    names = {ProcessName.parse(process): timeline for process, timeline in window.run.gateways.items()}
     reports = [
         report
-        for process, timeline in window.run.gateways.items()
-        if (ProcessName.parse(process).region or fleet.home) == region and process.startswith(GATEWAY.command)
+        for name, timeline in names.items()
+        if name.command == GATEWAY.command and (name.region or fleet.home) == region
         for report in window.of(timeline)
     ]
     return _share(sum(each.cpu_s for each in reports), sum(each.window_s for each in reports))
@@ -189,17 +191,22 @@ def _gateways_busy(fleet: FleetConfig, region: str, window: _StepWindow) -> floa
 
 def _rollouts_used(window: _StepWindow) -> float | None:
     """Share of places for rollouts that were in use when most were, of all processes together."""
-    reports = [places for timeline in window.run.places.values() if (places := window.of(timeline))]
+    reports = _places(window)
     used = sum(max(each.running for each in places) for places in reports)
     return _share(used, sum(places[0].capacity for places in reports))
 
 
 def _sandboxes_used(window: _StepWindow) -> float | None:
     """The same of places for sandboxes, whose free ones all processes share."""
-    reports = [places for timeline in window.run.places.values() if (places := window.of(timeline))]
+    reports = _places(window)
     used = sum(max(each.sandboxes for each in places) for places in reports)
     free = min((each.sandbox_room for places in reports for each in places), default=0)
     return _share(used, used + free)
+
+
+def _places(window: _StepWindow) -> list[list[RolloutsStats]]:
+    """The reports of each rollouts process that has any."""
+    return [places for timeline in window.run.places.values() if (places := window.of(timeline))]
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -61,3 +61,5 @@ FEEDBACK = ProcessName(command="feedback")
 """The process that joins signals and sessions of users."""
 TRAINER = ProcessName(command="train")
 """The trainer, or its rank 0."""
+NUMBERED = frozenset(each.command for each in (ENGINE, GATEWAY, SANDBOXES, ROLLOUTS))
+"""Commands whose processes on a cluster get their replica number with ``--replica``."""

@@ -16,7 +16,7 @@ import pytest
 from etude.config.rollouts import RolloutConfig
 from etude.config.tasks import SelectionConfig, ThompsonOptions
 from etude.errors import SandboxError, UserError
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
 from etude.protocols import Session
 from etude.rollouts.breaker import FIRST_OUTAGE_S
 from etude.rollouts.dispatcher import Dispatcher
@@ -25,6 +25,7 @@ from etude.rollouts.schedule import PAUSES
 from etude.rollouts.task_history import SelectedTasks
 from etude.rollouts.task_order import TaskOrder
 from etude.rollouts.task_selection import TaskSelection
+from etude.rollouts.worker import RolloutContext
 from etude.sandboxes.remote.hosts import SandboxLoad
 from etude.telemetry.events import Outage, RolloutClosed, RolloutsStats
 from etude.telemetry.log import EventLog, EventReader
@@ -79,11 +80,17 @@ class Bench:
         self.random = Random(0)
         self.most_in_flight = 0
         self.fakes = RolloutFakes(self._play, lambda task: self.random.choice([0.0, 1.0]))
-        self.dispatcher = Dispatcher(
+        self.dispatcher = self.new_dispatcher()
+
+    def new_dispatcher(
+        self, *, context: RolloutContext | None = None, draw: Callable[[int], TaskDraw] | None = None
+    ) -> Dispatcher:
+        """A dispatcher of what is here, with ``context`` or ``draw`` instead of its own."""
+        return Dispatcher(
             self.config,
             ledger=self.ledger,
-            draw=TaskOrder(self.family, seed=0).draw,
-            context=self.fakes.context,
+            draw=draw or TaskOrder(self.family, seed=0).draw,
+            context=context or self.fakes.context,
             events=self.log,
             serving_version=self.version,
         )
@@ -206,14 +213,7 @@ def test_a_group_is_announced_before_it_asks_for_its_sandboxes(bench: MakeBench)
 
     here = bench(config(), play=play)
     context = replace(here.fakes.context, announce=lambda task, count: announced.append((task.task_id, count)))
-    here.dispatcher = Dispatcher(
-        here.config,
-        ledger=here.ledger,
-        draw=TaskOrder(here.family, seed=0).draw,
-        context=context,
-        events=here.log,
-        serving_version=here.version,
-    )
+    here.dispatcher = here.new_dispatcher(context=context)
 
     async def run() -> None:
         await asyncio.gather(here.dispatcher.train(2), here.trainer(2))
@@ -489,14 +489,7 @@ def test_tasks_that_are_chosen_and_groups_that_are_sampled_again_fill_every_step
         here._play, lambda task: {"0": 1.0, "1": 0.0}.get(task.prompt, here.random.choice([0.0, 1.0]))
     )
     selection = TaskSelection(SelectionConfig(kind="thompson", options=ThompsonOptions()), size=7, seed=0)
-    here.dispatcher = Dispatcher(
-        here.config,
-        ledger=here.ledger,
-        draw=SelectedTasks(here.family, selection, here.ledger).draw,
-        context=here.fakes.context,
-        events=here.log,
-        serving_version=here.version,
-    )
+    here.dispatcher = here.new_dispatcher(draw=SelectedTasks(here.family, selection, here.ledger).draw)
 
     async def run() -> list[int]:
         _, staleness = await asyncio.gather(here.dispatcher.train(steps), here.trainer(steps))
@@ -518,15 +511,8 @@ def test_places_in_use_are_reported_with_those_of_sandboxes(tmp_path: Path) -> N
         await asyncio.sleep(1.0)
 
     here = Bench(tmp_path, config(concurrency=4), ALL_NUMBERS, slow)
-    here.fakes.context = replace(here.fakes.context, sandbox_load=lambda: SandboxLoad(demand=7, capacity=5))
-    here.dispatcher = Dispatcher(
-        here.config,
-        ledger=here.ledger,
-        draw=TaskOrder(here.family, seed=0).draw,
-        context=here.fakes.context,
-        events=here.log,
-        serving_version=here.version,
-    )
+    context = replace(here.fakes.context, sandbox_load=lambda: SandboxLoad(demand=7, capacity=5))
+    here.dispatcher = here.new_dispatcher(context=context)
 
     async def run() -> None:
         await asyncio.gather(here.dispatcher.train(6), here.trainer(6))

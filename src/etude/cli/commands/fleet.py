@@ -12,16 +12,16 @@ from etude.config.fleet import RENDERED, FleetConfig
 from etude.config.loading import load_fleet, load_recipe
 from etude.dashboard.terminal import light_table
 from etude.errors import ConfigError
-from etude.run.fleet_changes import change_fleet
+from etude.run.fleet_changes import change_fleet, save_fleet
 from etude.run.fleet_plan import devices_of, plan_loop, plan_phases, replicas_of
 from etude.run.fleet_region import keep_region
 from etude.run.fleet_status import region_status, state_words
-from etude.run.folder import FLEET_FILE, require_empty
+from etude.run.folder import require_empty
 from etude.run.launchers.kubernetes import render_manifests
 from etude.run.launchers.slurm import render_sbatch
-from etude.run.placement import check_change, fleet_objects, remember_fleet, run_id
+from etude.run.placement import check_change, fleet_objects, run_id
 from etude.run.process_name import ProcessName
-from etude.run.working_folder import create_run, keep, open_run_folder
+from etude.run.working_folder import create_run, open_run_folder
 
 FleetPath: TypeAlias = Annotated[Path, typer.Argument(metavar="FLEET", help="A TOML file: regions and launcher.")]
 Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
@@ -75,8 +75,7 @@ def create(
     config = load_recipe(recipe, [*overrides, *settings, *devices_of(machines), *replicas_of(machines)])
     plan_loop(config, machines, url)  # raises before there is a run
     folder = create_run(url, config, tell=print)
-    remember_fleet(folder, machines)
-    keep(folder, FLEET_FILE)
+    save_fleet(folder, machines)
     print(f"the run is at {folder.url}: its processes open it there")
 
 

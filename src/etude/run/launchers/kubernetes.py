@@ -22,7 +22,7 @@ import yaml
 from etude.config.fleet import FleetConfig, KubernetesConfig
 from etude.errors import ConfigError, ExitCode
 from etude.fleet.specs import GroupMember, ProcessSpec, Resources
-from etude.run.process_name import ProcessName
+from etude.run.process_name import NUMBERED, ProcessName
 from etude.run.region_stores import PORT_VARIABLE
 from etude.types import Json
 
@@ -48,8 +48,6 @@ INDEX_LABELS = {
     "sft": JOB_INDEX,
 }
 """Command → the pod label with the replica number."""
-NUMBERED = frozenset({"serve", "gateway", "sandboxes", "rollouts"})
-"""Commands that get their replica number with ``--replica``."""
 Manifest = dict[str, Json]
 
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from etude.config.fleet import FleetConfig, SlurmConfig
 from etude.errors import ExitCode
 from etude.fleet.specs import GroupMember, ProcessSpec
-from etude.run.process_name import ProcessName
+from etude.run.process_name import NUMBERED, ProcessName
 
 PAUSE_S = 5
 """Seconds before a process is restarted."""
@@ -84,7 +84,7 @@ def _step(index: int, command: str, specs: Sequence[ProcessSpec]) -> list[str]:
     mark = ["ending+=($!)"] if spec.ends else []
     if spec.group is not None:
         return [*_group_step(index, spec, spec.group, then="&"), *mark]
-    numbered = f"{line} --replica $SLURM_PROCID" if command in ("serve", "gateway", "sandboxes", "rollouts") else line
+    numbered = f"{line} --replica $SLURM_PROCID" if command in NUMBERED else line
     task = shlex.quote(f"again {numbered}")
     return [f"srun --het-group={index} --kill-on-bad-exit=0 bash -c {task} &", *mark]
 
