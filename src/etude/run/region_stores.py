@@ -11,6 +11,7 @@ import os
 import socket
 from functools import partial
 
+from etude.errors import ConfigError
 from etude.objects import ObjectStore, RetryingStore
 from etude.run.directory import PROCESSES, Directory
 from etude.run.folder import RunFolder
@@ -27,6 +28,7 @@ ADDRESS_VARIABLE = "ETUDE_ADDRESS"
 
 PORT_VARIABLE = "ETUDE_PORT"
 """Environment variable with the port of an engine or a gateway that has an address of its own, such as a pod's."""
+LAST_PORT = 65_535
 
 
 def weights_url(folder: RunFolder, region: str) -> str:
@@ -59,5 +61,8 @@ def own_address() -> str:
 
 
 def own_port() -> int:
-    """The port of :data:`PORT_VARIABLE`; 0 without it."""
-    return int(os.environ.get(PORT_VARIABLE, "0"))
+    """The port of :data:`PORT_VARIABLE`; 0 without it. Raises :class:`~etude.errors.ConfigError` if it is no port."""
+    given = os.environ.get(PORT_VARIABLE, "").strip() or "0"
+    if not given.isdecimal() or int(given) > LAST_PORT:
+        raise ConfigError(f"{PORT_VARIABLE}={given!r} is no port: give a number up to {LAST_PORT}, or unset it")
+    return int(given)

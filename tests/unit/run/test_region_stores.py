@@ -6,11 +6,11 @@ import pytest
 
 from etude.config.fleet import FleetConfig, RegionConfig
 from etude.config.recipe import RunConfig
-from etude.errors import RunFolderError
+from etude.errors import ConfigError, RunFolderError
 from etude.run.folder import RunFolder
 from etude.run.placement import fleet_of, region_store, remember_fleet
 from etude.run.process_name import ProcessName
-from etude.run.region_stores import open_directory, weights_url
+from etude.run.region_stores import PORT_VARIABLE, open_directory, own_port, weights_url
 
 
 def test_a_region_has_its_weights_and_its_processes_in_its_own_store(tmp_path: Path) -> None:
@@ -29,3 +29,14 @@ def test_a_region_has_its_weights_and_its_processes_in_its_own_store(tmp_path: P
     assert open_directory(folder, "").urls("serve") == {}
     with pytest.raises(RunFolderError, match="no region 'us', only home, eu"):
         region_store(folder, "us")
+
+
+def test_a_port_of_the_environment_is_a_number_of_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PORT_VARIABLE, raising=False)
+    assert own_port() == 0
+    monkeypatch.setenv(PORT_VARIABLE, " 65535 ")
+    assert own_port() == 65_535
+    for wrong in ("http", "-1", "65536", "8.0", "²"):
+        monkeypatch.setenv(PORT_VARIABLE, wrong)
+        with pytest.raises(ConfigError, match=f"ETUDE_PORT='{wrong}' is no port: give a number"):
+            own_port()

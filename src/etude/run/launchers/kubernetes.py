@@ -282,8 +282,9 @@ class PodTemplate:
         if self._spec.group is not None:
             return [*secrets, *_rendezvous(self._spec.group, f"{self._name}-{self.group}-0-0.{self._name}", index)]
         number: list[Json] = [{"name": REPLICA, "valueFrom": index}] if self._command in NUMBERED else []
-        port: list[Json] = [{"name": PORT_VARIABLE, "value": str(self._spec.port)}] if self._spec.port else []
-        return [*secrets, *number, *port]
+        if self._spec.port and "--port" not in self._spec.command:
+            return [*secrets, *number, {"name": PORT_VARIABLE, "value": str(self._spec.port)}]
+        return [*secrets, *number]
 
 
 def _without_replica(command: Sequence[str]) -> list[str]:

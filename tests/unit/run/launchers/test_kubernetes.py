@@ -138,8 +138,12 @@ def test_replicas_have_their_numbers_and_lent_ones_go_on_counting(manifests: dic
     assert pods["fix-7-serve-lent"]["priorityClassName"] == "etude-lent"
     hosts = next(each["spec"]["template"] for each in manifests["eu-west"]
                  if each["kind"] == "StatefulSet" and each["metadata"]["name"] == "fix-7-sandboxes")  # fmt: skip
-    command = hosts["spec"]["containers"][0]["command"][-1]
+    container = hosts["spec"]["containers"][0]
+    command = container["command"][-1]
     assert "--port 8700 --announce s3://acme-eu-west" in command and command.endswith("--replica $REPLICA")
+    assert "ETUDE_PORT" not in {each["name"] for each in container["env"]}  # the command names it
+    engine = pods["fix-7-serve"]["containers"][0]
+    assert {"name": "ETUDE_PORT", "value": "8600"} in engine["env"]
 
 
 def test_secrets_are_references(manifests: dict[str, list[Manifest]], monkeypatch: pytest.MonkeyPatch) -> None:
