@@ -15,6 +15,8 @@ DATA = "data"
 """Folder of a run with copies of data."""
 KEYS = ("tasks.folder", "tasks.options.path", "tasks.options.heldout_path", "model.checkpoint", "sft.file")
 """Keys that name data, beside :data:`MIXTURE`."""
+LIMIT_GIB = 64.0
+"""Default limit for data per key that a run at a URL copies; `etude run --copy-limit` changes it."""
 MIXTURE = "midtrain.mixture"
 """The table whose keys may be ``text:PATH`` and ``chat:PATH``."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from etude.config.data_paths import DATA, MIXTURE, change_data, data_of
+from etude.config.data_paths import DATA, LIMIT_GIB, MIXTURE, change_data, data_of
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.dashboard import formatting
@@ -32,8 +32,6 @@ from etude.run.resolve import machine_paths
 from etude.run.run_url import open_stored
 from etude.run.stored_files import StoredFile, stored_file
 
-LIMIT_GIB = 64.0
-"""Default limit for copied data per key; `etude run --copy-limit` changes it."""
 GIB = 1 << 30
 TELL_S = 5.0
 """Interval of progress messages."""

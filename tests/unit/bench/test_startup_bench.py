@@ -14,6 +14,8 @@ def test_every_command_is_started_and_the_help_is_judged() -> None:
     goals = result["goals"]
     assert isinstance(goals, dict) and isinstance(goals["help_cpu_s"], dict)
     assert goals["help_cpu_s"]["value"] == seconds["etude --help"]
+    assert isinstance(goals["command_help_cpu_s"], dict)
+    assert goals["command_help_cpu_s"]["value"] == seconds["etude run --help"]
     assert isinstance(goals["first_step_s"], dict)
     assert isinstance(goals["first_step_s"]["value"], float)
     assert "etude --help" in startup.table(result)

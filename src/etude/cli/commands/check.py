@@ -1,25 +1,15 @@
 """`etude check`: tests whether this machine has all that a recipe needs. `etude run` begins with the same checks.
 
-Owns the output. The checks are in :mod:`etude.run.preflight`.
+Owns the options. The checks are in :mod:`etude.run.preflight`, their output in :mod:`etude.cli.commands.show_checks`.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from etude.cli.options import Overrides, RecipePath, group
-from etude.config.loading import load_fleet, load_recipe
-from etude.config.recipe import RunConfig
-from etude.dashboard.terminal import DIM, GOOD, WARN
 from etude.errors import ConfigError
-from etude.run.gpu_machine import GpuMachine
-from etude.run.local import default_out
-from etude.run.preflight import MachineFinding, check_ready
-from etude.run.pretend import check_pretended
 
 app = group()
 
@@ -38,26 +28,11 @@ def check(
 
     No run folder is made. With --pretend: which GPU each process gets, memory, numerics.
     """
-    config = load_recipe(recipe, overrides)
-    if pretend:
-        machines = load_fleet(fleet) if fleet else None
-        show(check_pretended(config, GpuMachine.parse(pretend), machines), Console())
-    elif fleet:
+    if fleet and not pretend:
         raise ConfigError("--fleet needs --pretend; to check real machines, use `etude doctor --fleet`")
+    from etude.cli.commands.show_checks import show_machine, show_pretended
+
+    if pretend:
+        show_pretended(recipe, overrides, pretend, fleet)
     else:
-        show_ready(config, default_out(config), Console())
-
-
-def show_ready(config: RunConfig, out: Path, console: Console) -> None:
-    """Print what a new run at ``out`` needs, one line per check as it ends.
-
-    Raises :class:`~etude.errors.UserError` for what is missing.
-    """
-    show(check_ready(config, out), console)
-
-
-def show(findings: Iterable[MachineFinding], console: Console) -> None:
-    """Print findings as they come."""
-    for finding in findings:
-        mark = Text("✓ ", GOOD) if finding.works else Text("! ", WARN)
-        console.print(mark.append(f"{finding.name:<9} ", DIM).append(finding.words, "default"), soft_wrap=True)
+        show_machine(recipe, overrides)

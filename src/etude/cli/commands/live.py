@@ -6,17 +6,17 @@ Simulated RL up to the minimum bar, then learning from users' signals; a gate te
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from etude.cli.commands.run import run
 from etude.cli.options import Overrides, group
-from etude.config.loading import load_recipe
-from etude.config.recipe import RunConfig
 from etude.config.tasks import SandboxKind
 from etude.errors import ConfigError
-from etude.run.working_folder import open_run_folder
+
+if TYPE_CHECKING:
+    from etude.config.recipe import RunConfig
 
 app = group()
 
@@ -38,12 +38,15 @@ def live(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> int:
     """Serve users and learn from what they do: `etude run` of a recipe with releases."""
+    if recipe is None and resume is None:
+        raise ConfigError("which recipe? try `etude live recipes/live`, or --resume RUN")
+    from etude.config.loading import load_recipe
+    from etude.run.working_folder import open_run_folder
+
     if resume is not None:
         check_live(open_run_folder(resume).config())
     elif recipe is not None:
         check_live(load_recipe(recipe, overrides))
-    else:
-        raise ConfigError("which recipe? try `etude live recipes/live`, or --resume RUN")
     return run(
         recipe,
         seed=seed,
@@ -58,7 +61,7 @@ def live(
     )
 
 
-def check_live(config: RunConfig) -> None:
+def check_live(config: "RunConfig") -> None:
     """Raise :class:`~etude.errors.ConfigError` for a recipe whose run would serve nobody, or learn from nobody."""
     needed = {
         "release.every_steps": ("4", config.release.enabled),

@@ -1,26 +1,21 @@
 """`etude plan run`: predicts a recipe's run by a simulation that is calibrated by an earlier run.
 
-Owns options, table and page. The simulation is :mod:`etude.simulation.run`.
+Owns table and page. The simulation is :mod:`etude.simulation.run`.
 """
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from etude.cli.commands.plan_priced import load_plan, show_priced
-from etude.cli.options import Json as AsJson
-from etude.cli.options import Overrides, RecipePath, group
-from etude.config.loading import load_fleet, load_recipe
+from etude.config.loading import load_fleet
 from etude.config.recipe import RunConfig
 from etude.dashboard import formatting
 from etude.dashboard.page import html_page
@@ -31,7 +26,6 @@ from etude.run.folder import RunFolder
 from etude.simulation.figures import RunFigures, bottleneck
 from etude.simulation.fit import calibrate
 from etude.simulation.run import RegionModel, SimulatedEvents, simulate, skipped_steps
-from etude.simulation.split import SimulationExtent, parse_goal
 from etude.telemetry.log import EventReader
 from etude.types import Json
 
@@ -46,110 +40,42 @@ ASSUMPTIONS = (
 """Assumptions of a plan, as sentences."""
 
 
-app = group()
-"""The commands of `etude plan`; those of :mod:`etude.cli.commands.plan` are added there."""
+def simulate_like(
+    source: Path, config: RunConfig, regions: Sequence[RegionModel], *, cores: int | None, seed: int
+) -> SimulatedEvents:
+    """Simulate a recipe at the speeds of the run in ``source``, which is simulated first.
 
-
-@app.command()
-def run(
-    recipe: RecipePath,
-    *,
-    overrides: Overrides,
-    source: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN", help="A run whose events give the speeds.")
-    ] = None,
-    hardware: Annotated[
-        str, typer.Option(metavar="GPU|FILE", help="Instead of a run: a GPU by name, or a file with a plan.")
-    ] = "",
-    assume: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override a value of the plan: workload.turns=40.")
-    ] = None,
-    search: Annotated[
-        str,
-        typer.Option(
-            metavar="steps=N|usd=N",
-            help="Find the cheapest split of GPUs for N steps an hour, or the fastest for N dollars an hour.",
-        ),
-    ] = "",
-    hours: Annotated[
-        float | None,
-        typer.Option(min=1.0, help="With --hardware: hours to simulate, from midnight (default: a few steps)."),
-    ] = None,
-    precision: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            max=0.1,
-            metavar="SHARE",
-            help="With --hours: stop once each mean is this precise, such as 0.01, and extrapolate to the hours.",
-        ),
-    ] = None,
-    fleet: Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="The machines (default: one).")] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--link", metavar="REGION=MS[,S]", help="Round trip to a region in ms, and seconds for a weight version."
-        ),
-    ] = None,
-    cores: Annotated[
-        int, typer.Option(min=0, help="CPU cores that a run on CPUs shares (default: those of this machine).")
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the simulation.")] = 0,
-    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an HTML page.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Predict utilisation, step time and staleness of a recipe by simulation.
-
-    With --from, an earlier run gives the speeds: it is simulated first, to calibrate the model. With --hardware, they
-    follow from GPUs, a workload and assumptions, and the cost is predicted as well.
+    Its processes share ``cores`` processors (0: those of this machine; ``None``: each process has its own). Raises
+    :class:`~etude.errors.UserError`.
     """
-    if (source is None) == (not hardware):
-        raise ConfigError("a plan is made from a run (--from RUN) or for GPUs (--hardware GPU|FILE): name one of them")
-    if source is None:
-        refuse({"--fleet": fleet, "--link": link, "--page": page}, "a file for --hardware has regions and links")
-        goal = parse_goal(search) if search else None
-        if goal is not None and hours is not None:
-            raise ConfigError("--search simulates a few steps of each split: leave --hours out, then plan the result")
-        plan = load_plan(hardware, assume or ())
-        if precision is not None and hours is None:
-            raise ConfigError(f"--precision {precision:g} needs --hours, such as --hours 720")
-        extent = SimulationExtent(hours=hours, precision=precision)
-        show_priced(load_recipe(recipe, overrides), plan, goal, seed, extent=extent, as_json=as_json)
-        return
-    refuse({"--assume": assume, "--search": search}, "a plan from a run takes its speeds from there and has no prices")
-    refuse({"--hours": hours, "--precision": precision}, "a plan from a run has that run's steps")
-    config, folder = load_recipe(recipe, overrides), RunFolder.open(source, writes=False)
-    regions = regions_of(config, fleet, link or ())
-    console = Console(stderr=as_json)
+    console = Console(stderr=True)
+    folder = RunFolder.open(source, writes=False)
     with console.status(f"calibrating by {source}"):
         recorded = folder.config()
         logged = EventReader(folder.events).new()
-        shared = shared_cores(recorded, cores)
+        shared = shared_cores(recorded, cores or 0)
         calibration = calibrate(recorded, logged, regions_of(recorded, None, ()), cores=shared)
-        if fleet is not None:
+        if cores is None:
             calibration = replace(calibration, cores=math.inf)
     with console.status("simulating"):
-        events = simulate(config, calibration, regions, seed=seed)
+        return simulate(config, calibration, regions, seed=seed)
+
+
+def show_plan(config: RunConfig, events: SimulatedEvents, page: Path | None, *, as_json: bool) -> None:
+    """Print a plan; also write it as a ``page``, if one is named."""
     figures = RunFigures.of_events(events.logged, skipped=skipped_steps(config))
     if page is not None:
         page.write_text(plan_page(config, figures, events), encoding="utf-8")
     if as_json:
         print(json.dumps(plan_json(figures, events), indent=2))
     else:
-        draw(figures, events, console)
+        draw(figures, events, Console())
 
 
 def shared_cores(config: RunConfig, cores: int) -> float:
     """The processors that trainer, engines, agents and graders of a recorded run shared; infinite where it had GPUs."""
     on_cpus = "cpu" in (config.trainer.device, config.engine.device)
     return float(cores or (len(os.sched_getaffinity(0)) if on_cpus else math.inf))
-
-
-def refuse(options: Mapping[str, object], why: str) -> None:
-    """Raise :class:`~etude.errors.ConfigError` for the first option that is given."""
-    for name, value in options.items():
-        if value:
-            raise ConfigError(f"{name} would have no effect: {why}; leave it out")
 
 
 def regions_of(config: RunConfig, fleet: Path | None, links: Sequence[str]) -> list[RegionModel]:

@@ -77,8 +77,9 @@ class ForkServer(Closing):
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """End it, and with it all that it forked."""
+        """End it, and with it all that it forked. It may still be importing."""
         self._messages.close()
+        self._process.kill()
         self._process.wait()
 
     @property
