@@ -551,7 +551,8 @@ class TokenBuffer:
 
     def fits(self, ids: Ids) -> bool:
         """True if ``ids`` are a prefix of the buffer, or the buffer is a prefix of ``ids``."""
-        return self.shared_with(ids) == min(self._length, len(ids))
+        most = min(self._length, len(ids))
+        return np.array_equal(self._ids[:most], ids[:most])
 
     def extend(self, ids: Ids) -> None:
         """Make ``ids``, which must fit the buffer, a prefix of it."""
