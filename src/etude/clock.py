@@ -12,9 +12,8 @@ from datetime import UTC, datetime
 class SystemClock:
     """The machine's own clock."""
 
-    def now(self) -> float:
-        """Monotonic seconds, comparable between processes of this machine, not across reboots."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
+    """Monotonic seconds, comparable between processes of this machine, not across reboots."""
 
     async def sleep(self, seconds: float) -> None:
         """Give way to other tasks for ``seconds``."""

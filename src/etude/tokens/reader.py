@@ -237,14 +237,6 @@ class _Scanner:
         self.is_plain = self._grammar is None and self._thinking is None and not self._framing
         """True if there can only be text."""
         self._phase = _Phase.THINKING if marks.starts_thinking and marks.thinking else _Phase.START
-        self._steps: Mapping[_Phase, Callable[[], bool]] = {
-            _Phase.START: self._start,
-            _Phase.THINKING: self._think,
-            _Phase.ANSWER: self._answer,
-            _Phase.TEXT: self._say,
-            _Phase.CALL: self._call,
-            _Phase.BETWEEN: self._go_on,
-        }
         self._rest = ""
         self._taken = 0  # characters before `_rest`
         self._deltas: list[Delta] = []
@@ -257,7 +249,7 @@ class _Scanner:
     def feed(self, text: str) -> list[Delta]:
         """The parts that more text decides."""
         self._rest += text
-        while self._phase is not _Phase.ENDED and self._steps[self._phase]():
+        while self._phase is not _Phase.ENDED and _STEPS[self._phase](self):
             pass
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -392,6 +384,19 @@ class _Scanner:
     def _drop(self, length: int) -> None:
         self._rest = self._rest[length:]
         self._taken += length
+
+
+_STEPS: Mapping[_Phase, Callable[[_Scanner], bool]] = MappingProxyType(
+    {
+        _Phase.START: _Scanner._start,
+        _Phase.THINKING: _Scanner._think,
+        _Phase.ANSWER: _Scanner._answer,
+        _Phase.TEXT: _Scanner._say,
+        _Phase.CALL: _Scanner._call,
+        _Phase.BETWEEN: _Scanner._go_on,
+    }
+)
+"""Phase → method that consumes its text; true if there may be more to consume."""
 
 
 def read_text(text: str, marks: ReplyMarks, tools: Sequence[Tool]) -> tuple[str, tuple[ParsedCall, ...]]:

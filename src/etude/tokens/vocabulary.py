@@ -29,6 +29,8 @@ not change digits.
 """
 MOST_IDS = 1 << 22
 """Limit of token ids, 16 times the largest tokenizer in use: tables have an entry for each id."""
+UTF8 = codecs.getincrementaldecoder("utf-8")
+"""Decoder of bytes as they arrive."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """SentencePiece's spelling of a byte that no token covers."""
 
@@ -125,7 +127,7 @@ class TextStream:
         self._table = table
         self._size = len(table)
         self._strips = strips
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = UTF8("replace")
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete."""

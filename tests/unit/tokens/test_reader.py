@@ -1,5 +1,6 @@
 """Incremental reading of replies: independent of the division into tokens, nothing lost, exact stops."""
 
+import gc
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -257,6 +258,13 @@ def test_call_ids_have_the_form_that_clients_expect() -> None:
     one = IncrementalReader(SPELLING.stream(), ReplyMarks(grammar=MISTRAL), TOOLS)
     read(one, [CHAT.encode("[TOOL_CALLS]edit[ARGS]{}")])
     assert len(one.message().tool_calls[0].call_id) == 9
+
+
+def test_a_reply_leaves_nothing_to_the_garbage_collector() -> None:
+    ids = CHAT.encode("a reply without calls")
+    gc.collect()
+    read(reader(ReplyMarks(grammar=HERMES)), [ids])
+    assert gc.collect() == 0  # no cycle: a gateway collects rarely
 
 
 def test_an_empty_stop_string_is_refused() -> None:

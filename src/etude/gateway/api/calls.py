@@ -11,7 +11,7 @@ requests. A turn that is recorded as a summary is sampled like any other.
 """
 
 import logging
-import secrets
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -31,7 +31,7 @@ ID_BYTES = 12
 
 def new_id() -> str:
     """A random id of 24 hex digits."""
-    return secrets.token_hex(ID_BYTES)
+    return os.urandom(ID_BYTES).hex()
 
 
 class ApiError(EtudeError):

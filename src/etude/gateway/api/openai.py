@@ -153,10 +153,11 @@ def read_output_options(fields: JsonObject, *, logprobs: bool) -> OutputOptions:
 
 def usage(answer: Answer) -> dict[str, Json]:
     """Token counts of an answer, as ``usage``. Reasoning tokens are not counted separately."""
+    read, sampled = answer.prompt_tokens, answer.completion_tokens
     return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        "prompt_tokens": read,
+        "completion_tokens": sampled,
+        "total_tokens": read + sampled,
         "prompt_tokens_details": {"cached_tokens": answer.reused_tokens},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }

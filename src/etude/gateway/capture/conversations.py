@@ -426,8 +426,8 @@ def find(root: Node, messages: Sequence[ChatMessage]) -> TreeMatch:
     If several replies look alike, all are followed. Of equally deep matches the closest wins, then the newest: the
     caller repeated the call because it never saw the older reply.
     """
-    level = [(root, 0)]
-    reply, depth, last, last_depth = None, 0, root, 0
+    level = last = [(root, 0)]
+    replies, depth, last_depth = list[tuple[Node, int]](), 0, 0
     for count, message in enumerate(messages, 1):
         level = [
             (child, fit + likeness)
@@ -437,11 +437,16 @@ def find(root: Node, messages: Sequence[ChatMessage]) -> TreeMatch:
         ]
         if not level:
             break
-        last, last_depth = _best(level), count
-        if replies := [match for match in level if match[0].turn is not None]:
-            reply, depth = _best(replies), count
-    ends = tuple(node for node, _ in level) if last_depth == len(messages) else ()
-    return TreeMatch(reply=reply, depth=depth, last=last, last_depth=last_depth, ends=ends)
+        last, last_depth = level, count
+        if sampled := [match for match in level if match[0].turn is not None]:
+            replies, depth = sampled, count
+    return TreeMatch(
+        reply=_best(replies) if replies else None,
+        depth=depth,
+        last=_best(last),
+        last_depth=last_depth,
+        ends=tuple(node for node, _ in last) if last_depth == len(messages) else (),
+    )
 
 
 def insert(match: TreeMatch, messages: Sequence[ChatMessage]) -> Node:
@@ -495,8 +500,6 @@ def alike(one: ChatMessage, other: ChatMessage) -> bool:
 
 
 def _best(matches: Sequence[tuple[Node, int]]) -> Node:
-    if len(matches) == 1:
-        return matches[0][0]
     return max(matches, key=_rank)[0]
 
 
@@ -551,7 +554,8 @@ class TokenBuffer:
 
     def fits(self, ids: Ids) -> bool:
         """True if ``ids`` are a prefix of the buffer, or the buffer is a prefix of ``ids``."""
-        return self.shared_with(ids) == min(self._length, len(ids))
+        most = min(self._length, len(ids))
+        return np.array_equal(self._ids[:most], ids[:most])
 
     def extend(self, ids: Ids) -> None:
         """Make ``ids``, which must fit the buffer, a prefix of it."""

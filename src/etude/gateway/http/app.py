@@ -437,9 +437,8 @@ async def read_body(request: web.BaseRequest, record: RequestRecord, longest_s: 
     Raises :class:`~etude.gateway.api.calls.ApiError`: 413 if it is too large, 408 if it does not arrive.
     """
     limit = request.client_max_size
-    too_large = ApiError(413, "request_too_large", f"the body is larger than {limit} bytes: send less at a time")
     if (request.content_length or 0) > limit:
-        raise too_large
+        raise _too_large(limit)
     try:
         if request.content.is_eof():  # all of it arrived with its headers
             body = await request.read()
@@ -448,13 +447,17 @@ async def read_body(request: web.BaseRequest, record: RequestRecord, longest_s: 
             async with asyncio.timeout(longest_s):
                 body = await request.read()
     except web.HTTPRequestEntityTooLarge as error:
-        raise too_large from error
+        raise _too_large(limit) from error
     except TimeoutError as error:
         raise ApiError(408, "body_timeout", f"the body did not arrive within {longest_s:g} s") from error
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise ApiError(400, "invalid_request", f"the body is not encoded as its headers say: {error}") from error
     record.bytes_in = len(body)
     return body
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, "request_too_large", f"the body is larger than {limit} bytes: send less at a time")
 
 
 async def _invite(request: web.BaseRequest) -> None:

@@ -68,6 +68,8 @@ QUEUE_SHARE = 0.1
 """Share of calls in flight that may queue at the engines while the limit still grows."""
 SMOOTHING = 0.125
 """Weight of a new sample in the mean call time and in the mean gap between two completions (Jacobson's gain)."""
+FEW_DEADLINES = 64
+"""Deadlines too few to be searched for those of calls that no longer wait."""
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 """Bounds of the suggested time before a retry."""
 
@@ -183,7 +185,7 @@ class AdmissionController:
     def __init__(self, limits: AdmissionLimits = DEFAULT_ADMISSION) -> None:
         self._limits = limits
         self._limit = ConcurrencyLimit(limits)
-        self._permits: dict[TrafficClass, Counter[str]] = {one: Counter() for one in TrafficClass}  # by account
+        self._permits: dict[TrafficClass, Permits] = {one: Permits() for one in TrafficClass}
         self._queues: dict[TrafficClass, FairQueue] = {one: FairQueue() for one in TrafficClass}
         self._deadlines: list[tuple[float, int, Ticket]] = []  # a heap; may contain tickets that no longer wait
         self._arrivals = count()
@@ -198,7 +200,7 @@ class AdmissionController:
 
     def inflight(self, traffic: TrafficClass) -> int:
         """Permits in use by a class."""
-        return self._permits[traffic].total()
+        return self._permits[traffic].total
 
     def waiting(self, traffic: TrafficClass) -> int:
         """Calls of a class in the queue."""
@@ -227,10 +229,7 @@ class AdmissionController:
             self._queues[ticket.traffic].remove(ticket)
         elif ticket.state is TicketState.GRANTED:
             busy = self._busy()
-            permits = self._permits[ticket.traffic]
-            permits[ticket.account] -= 1
-            if not permits[ticket.account]:
-                del permits[ticket.account]  # or the number of accounts would grow without limit
+            self._permits[ticket.traffic].give_back(ticket.account)
             self._releases.released(now, busy)
             if outcome is AdmissionOutcome.ANSWERED:
                 self._limit.answered(now - ticket.granted_at, busy)
@@ -247,7 +246,7 @@ class AdmissionController:
         for traffic in PRIORITIES:
             queue = self._queues[traffic]
             while queue and self._has_permit(traffic):
-                ticket = queue.pop(self._permits[traffic])
+                ticket = queue.pop(self._permits[traffic].by_account)
                 self._grant(ticket, now)
                 changed.append(ticket)
         return changed
@@ -261,7 +260,7 @@ class AdmissionController:
         self._limit.queueing = calls
 
     def _busy(self) -> int:
-        return sum(map(self.inflight, TrafficClass))
+        return sum(permits.total for permits in self._permits.values())
 
     def _has_permit(self, traffic: TrafficClass) -> bool:
         used, limit = self.inflight(traffic), self.limit
@@ -274,7 +273,7 @@ class AdmissionController:
     def _grant(self, ticket: Ticket, now: float) -> None:
         ticket.move(TicketState.GRANTED)
         ticket.granted_at = now
-        self._permits[ticket.traffic][ticket.account] += 1
+        self._permits[ticket.traffic].take(ticket.account)
 
     def _refuse(self, ticket: Ticket) -> None:
         ticket.move(TicketState.REFUSED)
@@ -302,14 +301,38 @@ class AdmissionController:
             self._forget_settled()
 
     def _forget_settled(self) -> None:
-        """Drop settled tickets, so that the earliest deadline is of a waiting call and the heap is at most twice the
-        queues.
+        """Drop settled tickets, so that the earliest deadline is of a waiting call and a heap of more than
+        ``FEW_DEADLINES`` is at most twice the queues.
         """
         while self._deadlines and self._deadlines[0][2].state is not TicketState.WAITING:
             heapq.heappop(self._deadlines)
-        if len(self._deadlines) > 2 * sum(map(len, self._queues.values())) + 64:
+        if len(self._deadlines) <= FEW_DEADLINES:
+            return
+        if len(self._deadlines) > 2 * sum(map(len, self._queues.values())):
             self._deadlines = [entry for entry in self._deadlines if entry[2].state is TicketState.WAITING]
             heapq.heapify(self._deadlines)
+
+
+class Permits:
+    """The permits in use by one class."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        """Permits of all accounts."""
+        self.by_account: Counter[str] = Counter()
+        """Permits of each account that has any."""
+
+    def take(self, account: str) -> None:
+        """Count a permit that a call got."""
+        self.total += 1
+        self.by_account[account] += 1
+
+    def give_back(self, account: str) -> None:
+        """Count a permit that a call no longer needs."""
+        self.total -= 1
+        self.by_account[account] -= 1
+        if not self.by_account[account]:
+            del self.by_account[account]  # or the number of accounts would grow without limit
 
 
 class ConcurrencyLimit:
