@@ -197,7 +197,7 @@ class Schedule:
             heaps = [heap for heap in self._waiting if self._has_waiting(heap)]
             if not heaps:
                 return
-            yield heapq.heappop(min(heaps, key=lambda heap: heap[0]))
+            yield heapq.heappop(min(heaps))  # the one whose first slot is the oldest
 
     def _next_probe(self) -> list[Place]:
         """The next slot to probe, unless one is probing: the one with the fewest attempts, so that a faulty task does
