@@ -19,7 +19,6 @@ A blob in the first format has ``prompt_offsets`` [T + 1] and separate prompts i
 kinds; it can still be read.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -98,7 +97,7 @@ def decode_turns(data: bytes) -> tuple[Turn, ...]:
     """
     try:
         arrays = _in_todays_form(load(data))
-    except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (SafetensorError, KeyError) as error:  # KeyError: a type that NumPy does not have
         raise ValueError(f"turns of {len(data)} bytes are not a safetensors file: {error}") from error
     num_turns = _check(arrays)
     for array in arrays.values():
@@ -112,13 +111,12 @@ def _branches(prompts: Sequence[Ids]) -> tuple[list[Ids], list[int]]:
 
     Contiguous arrays with the same address have the same values up to the length of the shorter one.
     """
-    addresses = [ids.ctypes.data for ids in prompts]
     longest: dict[int, Ids] = {}
-    for address, ids in zip(addresses, prompts, strict=True):
-        if len(ids) >= len(longest.setdefault(address, ids)):
-            longest[address] = ids
+    for ids in prompts:
+        address = ids.ctypes.data
+        longest[address] = max(longest.get(address, ids), ids, key=len)
     starts = dict(zip(longest, accumulate(map(len, longest.values()), initial=0), strict=False))
-    return list(longest.values()), [starts[address] for address in addresses]
+    return list(longest.values()), [starts[ids.ctypes.data] for ids in prompts]
 
 
 def _joined(parts: Sequence[Array], name: str) -> Array:
@@ -142,10 +140,13 @@ def _check(arrays: dict[str, Array]) -> int:
     if forms != FORMS:
         raise ValueError(f"turns are made of {forms}, expected {dict(FORMS)}")
     num_turns, sampled = arrays["finish"].size, arrays["completion_ids"].size
-    shapes = dict.fromkeys(("completion_ids", "logprobs", "versions"), (sampled,))
-    shapes |= dict.fromkeys(("finish", "kind", "temperatures", "payload_sizes"), (num_turns,))
-    shapes |= dict.fromkeys(("prompt_starts", "prompt_lengths"), (num_turns,))
-    shapes |= {"completion_offsets": (num_turns + 1,), "prompt_ids": (arrays["prompt_ids"].size,)}
+    per_turn = ("prompt_starts", "prompt_lengths", "finish", "kind", "temperatures", "payload_sizes")
+    shapes = {
+        **dict.fromkeys(per_turn, (num_turns,)),
+        **dict.fromkeys(("completion_ids", "logprobs", "versions"), (sampled,)),
+        "completion_offsets": (num_turns + 1,),
+        "prompt_ids": (arrays["prompt_ids"].size,),
+    }
     sections = {name: arrays[name].shape for name in shapes}
     if sections != shapes or arrays["payload_digests"].shape != (num_turns, DIGEST_BYTES):
         raise ValueError(f"the arrays of {num_turns} turns do not fit each other: {sections}, expected {shapes}")

@@ -42,6 +42,7 @@ def test_every_way_through_a_group_ends_once_and_as_its_survivors_say(size: int,
     ("state", "to", "why"),
     [
         (GroupState.CONSUMED, GroupState.CLAIMED, "nothing: that is an end"),
+        (GroupState.OPEN, GroupState.CLAIMED, "it may become dropped, ready"),
         (GroupState.READY, GroupState.CONSUMED, "it may become claimed"),
         (GroupState.CLAIMED, GroupState.DROPPED, "it may become consumed"),
     ],
