@@ -52,7 +52,7 @@ KILLED_SHARE = 0.9
 """Share of a core's mutants that its tests should notice."""
 COMPILED = {"inlined", "borrowing", "vector", "kernel"}
 """Decorators of functions that Numba compiles: their bytecode is not what runs."""
-SYMMETRIC = {"min", "max", "np.minimum", "np.maximum"}
+SYMMETRIC = {"min", "max", "np.minimum", "np.maximum", "suppress"}
 """Functions whose arguments may be in any order."""
 SLOWER, SLACK_S = 5.0, 5.0
 """A mutant is stopped after ``SLOWER`` times the time of its tests without a bug, plus ``SLACK_S``."""

@@ -184,6 +184,7 @@ def test_trained_on_is_the_score_less_effort_and_the_way_from_the_reference() ->
     taken_off = penalty(rollout, effort, reference_beta=0.1, nats=2.0)
     assert taken_off == effort_penalty(rollout, effort) + 0.1 * 2.0
     assert trained_value(rollout, taken_off) == 0.75 - taken_off
+    assert trained_value(make_rollout("r", make_turn([1], [2]), reward=0.0), 0.25) == -0.25
 
 
 @pytest.mark.parametrize(("disposition", "value"), [(None, 0.5), (KEEP, 0.25), (ZERO, 0.0), (QUARANTINE, 0.0)])
