@@ -80,7 +80,7 @@ class Schedule:
     After every change, and at :meth:`next_time`, call :meth:`due` for the slots to start.
     """
 
-    def __init__(self, *, concurrency: int, max_attempts: int, outage_s: float, worked: bool = False) -> None:
+    def __init__(self, *, concurrency: int, max_attempts: int, outage_s: float, worked: bool) -> None:
         self.breaker = Breaker(outage_s, worked=worked)
         self._concurrency = concurrency
         self._max_attempts = max_attempts

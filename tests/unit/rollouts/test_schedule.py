@@ -21,7 +21,7 @@ def slot(group: int, number: int = 0, attempt: int = 0) -> OpenSlot:
 
 
 def schedule(*slots: OpenSlot, concurrency: int = CONCURRENCY) -> Schedule:
-    made = Schedule(concurrency=concurrency, max_attempts=MAX_ATTEMPTS, outage_s=300.0)
+    made = Schedule(concurrency=concurrency, max_attempts=MAX_ATTEMPTS, outage_s=300.0, worked=False)
     for one in slots:
         made.add(one)
     return made
@@ -94,6 +94,15 @@ def test_a_dropped_group_is_abandoned_wherever_its_slots_are() -> None:
     assert (len(here), here.running) == (1, 0)
     assert places(here.due(PAUSES.longest_s)) == [(1, 0)]
     assert here.next_time() is None
+
+
+def test_a_pause_of_a_dropped_group_is_not_waited_for() -> None:
+    here = schedule(slot(0), slot(1))
+    for attempt, one in enumerate(here.due(0.0), start=1):
+        here.failed(one, due=attempt, now=0.0)
+    assert here.next_time() == PAUSES.delay_s(1)
+    here.abandon(0)
+    assert here.next_time() == PAUSES.delay_s(2)
 
 
 def outage(here: Schedule, now: float) -> float:

@@ -14,7 +14,7 @@ from etude.config.tasks import PoolsOptions, SelectionConfig, ThompsonOptions
 from etude.errors import ConfigError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.rollouts.task_history import SelectedTasks
-from etude.rollouts.task_selection import TaskFacts, TaskSelection, pools
+from etude.rollouts.task_selection import TaskFacts, TaskSelection, pools, thompson
 from etude.types import Split, Task
 from ledgers import rollout, task
 
@@ -66,9 +66,18 @@ def test_what_was_seen_a_half_life_ago_counts_half() -> None:
     rates = [0.0, 0.25, 0.5, 1.0]
     for seed in range(9):
         selection = TaskSelection(THOMPSON, size=4, seed=seed)
-        later = 3 + int(selection.half_life)
+        later = 3 + 4 * 2  # two epochs of four tasks
         before, now = facts_of(selection, rates, 16, 3), facts_of(selection, rates, 8, later)
         assert selection.choose(before, later) == selection.choose(now, later)
+
+
+def test_what_was_just_seen_counts_whole() -> None:
+    selection, seen = TaskSelection(THOMPSON, size=4, seed=0), []
+    for position in (0, 3, 11):
+        facts = facts_of(selection, [0.0, 0.25, 0.5, 1.0], position=position)
+        options, chance = ThompsonOptions(), np.random.default_rng(0)
+        seen.append(thompson(options, facts, position / selection.half_life, selection.half_life, chance))
+    assert np.array_equal(seen[0], seen[1]) and np.array_equal(seen[0], seen[2])
 
 
 @pytest.mark.parametrize("tried", [0, 100])
