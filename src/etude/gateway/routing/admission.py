@@ -68,6 +68,8 @@ QUEUE_SHARE = 0.1
 """Share of calls in flight that may queue at the engines while the limit still grows."""
 SMOOTHING = 0.125
 """Weight of a new sample in the mean call time and in the mean gap between two completions (Jacobson's gain)."""
+SPARE_DEADLINES = 64
+"""Deadlines of calls that no longer wait, beyond as many as do, that are kept before all are looked through."""
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 """Bounds of the suggested time before a retry."""
 
@@ -307,7 +309,7 @@ class AdmissionController:
         """
         while self._deadlines and self._deadlines[0][2].state is not TicketState.WAITING:
             heapq.heappop(self._deadlines)
-        if len(self._deadlines) > 2 * sum(map(len, self._queues.values())) + 64:
+        if len(self._deadlines) > 2 * sum(map(len, self._queues.values())) + SPARE_DEADLINES:
             self._deadlines = [entry for entry in self._deadlines if entry[2].state is TicketState.WAITING]
             heapq.heapify(self._deadlines)
 
