@@ -132,7 +132,8 @@ def template_of(data: bytes) -> str:
     _, mark, rest = data.partition(TEMPLATE)
     if not mark:
         raise DamagedError(f"unreadable task record {data[:QUOTED]!r}: it has no template")
-    return str(json.loads(rest[: rest.index(b'", "') + 1]))  # quotes within the text are escaped
+    template: str = json.loads(rest[: rest.index(b'", "') + 1])  # quotes within the text are escaped
+    return template
 
 
 def _decode_verdict(fields: dict[str, Any] | None) -> Verdict | None:

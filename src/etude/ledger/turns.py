@@ -72,13 +72,14 @@ def encode_turns(turns: Sequence[Turn], rollout_id: str = "") -> bytes:
     refs = [turn.payload for turn in turns]
     digests = b"".join(bytes(DIGEST_BYTES) if ref is None else bytes.fromhex(ref.digest) for ref in refs)
     prompts = [np.ascontiguousarray(turn.prompt_ids, np.int32) for turn in turns]
+    completions = [turn.completion_ids for turn in turns]
     branches, starts = _branches(prompts)
     arrays: dict[str, Array] = {
         "prompt_ids": _joined(branches, "prompt_ids"),
         "prompt_starts": np.array(starts, np.int64),
         "prompt_lengths": np.array([len(ids) for ids in prompts], np.int64),
-        "completion_ids": _joined([turn.completion_ids for turn in turns], "completion_ids"),
-        "completion_offsets": np.cumsum([0, *(len(turn.completion_ids) for turn in turns)], dtype=np.int64),
+        "completion_ids": _joined(completions, "completion_ids"),
+        "completion_offsets": np.array([*accumulate((len(ids) for ids in completions), initial=0)], np.int64),
         "logprobs": _joined([turn.logprobs for turn in turns], "logprobs"),
         "versions": _joined([turn.versions for turn in turns], "versions"),
         "finish": np.array([FINISHES.index(turn.finish) for turn in turns], np.uint8),
@@ -160,7 +161,7 @@ def _prompts(arrays: dict[str, Array]) -> list[slice]:
     if len(wrong):
         turn = int(wrong[0])
         raise ValueError(f"turn {turn} has a prompt of {lengths[turn]} ids from {starts[turn]} on: there are {size}")
-    return [slice(start, start + length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    return list(map(slice, starts.tolist(), (starts + lengths).tolist()))
 
 
 def _completions(arrays: dict[str, Array]) -> list[slice]:

@@ -150,6 +150,8 @@ def test_an_error_quotes_the_beginning_of_a_long_record() -> None:
         assert QUOTED <= str(caught.value).count("x") < 2 * QUOTED
 
 
-def test_a_task_of_unknown_fields_is_damaged() -> None:
-    with pytest.raises(DamagedError, match="Task has no surplus"):
-        decode_task(b'{"task_id": "a", "surplus": 1}')
+def test_an_error_names_unknown_fields_and_values_of_a_wrong_type() -> None:
+    with pytest.raises(DamagedError, match="Task has no five, four, one, three, two"):
+        decode_task(json.dumps({"task_id": "a"} | dict.fromkeys(["one", "two", "three", "four", "five"], 1)).encode())
+    with pytest.raises(DamagedError, match="'7' is no str"):
+        decode_task(b'{"task_id": 7}')
