@@ -23,6 +23,7 @@ TESTS: dict[str, Any] = {"name": "tests", "source": "grader", "version": 1, "wei
 SHARE: dict[str, Any] = {**TESTS, "name": "share", "source": "grader.hidden_passed", "weight": 0.5}
 ASKING: dict[str, Any] = {**TESTS, "name": "asking", "source": "behaviour.asking", "weight": -0.25}
 STYLE: dict[str, Any] = {**TESTS, "name": "style", "source": "judge.style", "weight": 0.125, "missing": "wait"}
+MASKING: dict[str, Any] = {**ASKING, "missing": "mask"}
 FINDINGS = st.lists(
     st.builds(
         Finding,
@@ -63,6 +64,7 @@ VALUES = {"behaviour.asking": 0.5, "behaviour.other": 9.0, "measure.seconds": 3.
         (passed(7.0, hidden_passed=0.5), [], {}, policy(TESTS, SHARE), 1.25, KEEP, ""),  # clipped
         (passed(), [LOW], {}, policy(), 1.0, KEEP, ""),
         (passed(), [MEDIUM], {}, policy(), 0.0, QUARANTINE, "maybe"),
+        (passed(), [MEDIUM, finding(Severity.MEDIUM)], {}, policy(), 0.0, QUARANTINE, "maybe"),  # the first one
         (passed(), [MEDIUM, HIGH], {}, policy(), 0.0, ZERO, "sure"),  # certain beats suspected
         (passed(), [HIGH], {}, policy(sure=KEEP), 1.0, KEEP, ""),  # an exception by name
         (passed(cheat_canary=1.0, cheat_other=0.0), [], {}, policy(), 0.0, ZERO, "cheat_canary"),
@@ -72,6 +74,7 @@ VALUES = {"behaviour.asking": 0.5, "behaviour.other": 9.0, "measure.seconds": 3.
         (passed(), [HIGH], VALUES, policy(TESTS, ASKING), 0.0, ZERO, "sure"),  # a zero is above every bonus
         (passed(), None, {}, policy(TESTS, STYLE), 0.0, QUARANTINE, "reward part 'style' is missing"),
         (passed(), [], {}, policy(TESTS, STYLE), 0.0, QUARANTINE, "reward part 'style' is missing"),
+        (passed(), [], {}, policy(STYLE, MASKING), 0.0, QUARANTINE, "reward part 'asking' is missing"),
         (passed(), [HIGH], {}, policy(TESTS, STYLE), 0.0, ZERO, "sure"),  # no way out of a zero
         (passed(), [], {}, policy(TESTS | {"source": "behaviour.x", "missing": 0.25}), 0.25, KEEP, ""),  # assumed
     ],

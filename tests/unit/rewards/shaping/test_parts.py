@@ -70,6 +70,11 @@ def test_differences_are_named() -> None:
     now = reward_spec(reward(TESTS | {"weight": 2.0}, ASKING), {})
     assert differences(before, now) == ["'share' is gone", "'asking' is new", "'tests' has weight = 2.0 instead of 1.0"]
     assert differences(before, before) == []
+    gone, new = (reward_spec(reward(*(TESTS | {"name": name} for name in names)), {}) for names in ("dbca", "hfge"))
+    assert differences(gone, new) == [
+        *(f"{name!r} is gone" for name in "abcd"),
+        *(f"{name!r} is new" for name in "efgh"),
+    ]
     style = TESTS | {"name": "style", "version": 2}
     assert differences(reward_spec(reward(STYLE), {"style": "abc"}), reward_spec(reward(style), {})) == [
         "'style' has missing = 'error' instead of 'wait'",
