@@ -113,6 +113,11 @@ def test_a_full_line_refuses_with_advice() -> None:
     assert admission.inflight(ROLLOUTS) == 0
 
 
+def test_without_places_to_wait_a_call_is_granted_or_refused() -> None:
+    admission = AdmissionController(limits(1, waiting=0))
+    assert states(acquire(admission, ROLLOUTS, 2)) == [GRANTED, TicketState.REFUSED]
+
+
 def test_the_advice_is_how_long_the_line_takes() -> None:
     admission = AdmissionController(limits(4, waiting=5))
     tickets = acquire(admission, ROLLOUTS, 9)
@@ -238,7 +243,7 @@ class SyntheticLoad:
     def __init__(self, admission: AdmissionController) -> None:
         self.admission = admission
         self.tickets = list[Ticket]()
-        self.now = 0.0
+        self.now = 100.0
 
     def round(self) -> None:
         """Answer all calls in progress, one after the other, after a second."""
