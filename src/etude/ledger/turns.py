@@ -19,7 +19,7 @@ A blob in the first format has ``prompt_offsets`` [T + 1] and separate prompts i
 kinds; it can still be read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -107,7 +107,7 @@ def decode_turns(data: bytes) -> tuple[Turn, ...]:
     return tuple(_turn(arrays, index, prompts[index], completions[index]) for index in range(num_turns))
 
 
-def _branches(prompts: Sequence[Ids]) -> tuple[list[Ids], list[int]]:
+def _branches(prompts: Sequence[Ids]) -> tuple[Collection[Ids], list[int]]:
     """The longest prompt of each branch, and the start of each prompt in their concatenation.
 
     Contiguous arrays with the same address have the same values up to the length of the shorter one.
@@ -117,10 +117,10 @@ def _branches(prompts: Sequence[Ids]) -> tuple[list[Ids], list[int]]:
         address = ids.ctypes.data
         longest[address] = max(longest.get(address, ids), ids, key=len)
     starts = dict(zip(longest, accumulate(map(len, longest.values()), initial=0), strict=False))
-    return list(longest.values()), [starts[ids.ctypes.data] for ids in prompts]
+    return longest.values(), [starts[ids.ctypes.data] for ids in prompts]
 
 
-def _joined(parts: Sequence[Array], name: str) -> Array:
+def _joined(parts: Collection[Array], name: str) -> Array:
     joined: Array = np.concatenate([np.empty(0, FORMS[name]), *parts])
     return joined.astype(FORMS[name], copy=False)
 
@@ -139,7 +139,7 @@ def _check(arrays: dict[str, Array]) -> int:
     """Check that every array has its type and a consistent length; return the number of turns."""
     forms = {name: array.dtype for name, array in arrays.items()}
     if forms != FORMS:
-        raise ValueError(f"turns are made of {forms}, expected {dict(FORMS)}")
+        raise ValueError(f"turns are made of {forms}, expected {FORMS}")
     num_turns, sampled = arrays["finish"].size, arrays["completion_ids"].size
     per_turn = ("prompt_starts", "prompt_lengths", "finish", "kind", "temperatures", "payload_sizes")
     shapes = {

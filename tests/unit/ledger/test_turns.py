@@ -167,6 +167,7 @@ def test_prompts_lie_within_what_there_is_or_are_refused(starts: Ids, lengths: I
     ("name", "value", "words"),
     [
         ("finish", np.array([9], np.uint8), "turn 0 has finish 9 and kind 0, expected less than 2 and 2"),
+        ("finish", np.array([2], np.uint8), "finish 2"),
         ("kind", np.array([2], np.uint8), "kind 2"),
         ("kind", np.array([0, 0], np.uint8), "fit"),
         ("prompt_starts", np.array([0, 0], np.int64), "fit"),
@@ -182,7 +183,7 @@ def test_prompts_lie_within_what_there_is_or_are_refused(starts: Ids, lengths: I
         ("completion_ids", np.array([1, 2], np.int32), "fit"),
         ("logprobs", np.array([1.0], np.float64), r"made of .*, expected \{'prompt_ids'"),
         ("versions", np.array([-1], np.int32), "weight version"),
-        ("payload_sizes", np.array([-2], np.int64), "-2 bytes"),
+        ("payload_sizes", np.array([-2], np.int64), "turn 0 has a payload of -2 bytes"),
         ("payload_digests", np.zeros((1, 31), np.uint8), "fit"),
     ],
 )

@@ -183,7 +183,7 @@ def test_trained_on_is_the_score_less_effort_and_the_way_from_the_reference() ->
         make_rollout("r", make_turn([1], [2]), reward=0.75),
         EffortConfig(weight=0.5, prices={"turns": 1.0}),
     )
-    assert penalty(rollout, EffortConfig(), nats=2.0) == 0.0
+    assert penalty(rollout, EffortConfig(), nats=2.0) == penalty(rollout, EffortConfig(), reference_beta=0.1) == 0.0
     taken_off = penalty(rollout, effort, reference_beta=0.1, nats=2.0)
     assert taken_off == effort_penalty(rollout, effort) + 0.1 * 2.0
     assert trained_value(rollout, taken_off) == 0.75 - taken_off

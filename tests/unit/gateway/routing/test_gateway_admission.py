@@ -313,6 +313,13 @@ def test_congestions_within_the_mean_duration_of_a_call_are_one() -> None:
         assert (limit.permits < before) == falls
 
 
+def test_before_the_first_answer_each_congestion_counts() -> None:
+    limit = ConcurrencyLimit(AdmissionLimits(start=1000))
+    limit.congested(0.0)
+    limit.congested(0.1)
+    assert limit.permits == int(1000 * DECREASE * DECREASE)
+
+
 def test_after_a_congestion_it_takes_a_round_of_answers_to_add_one() -> None:
     limit = ConcurrencyLimit(AdmissionLimits(start=100))
     limit.congested(0.0)

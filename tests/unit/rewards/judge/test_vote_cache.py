@@ -74,10 +74,11 @@ def test_what_was_not_used_for_longest_makes_way() -> None:
 
 
 def test_a_large_cache_makes_room_for_several_at_once() -> None:
-    with VoteCache(None, 3 * SPARED) as cache:
-        for number in range(3 * SPARED + 1):
+    entries = 3 * SPARED + 1
+    with VoteCache(None, entries) as cache:
+        for number in range(entries + 1):
             cache.put(cache_key(str(number)), VOTE)
-        assert len(cache) == 3 * SPARED - 2
+        assert len(cache) == entries + 1 - 3
 
 
 def test_a_cache_in_memory_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +128,7 @@ def test_a_cache_of_no_entries_keeps_nothing() -> None:
 @given(st.lists(st.text(), max_size=3), st.lists(st.text(), max_size=3))
 def test_keys_are_equal_for_equal_parts_alone(one: list[str], two: list[str]) -> None:
     assert (cache_key(*one) == cache_key(*two)) == (one == two)
+
+
+def test_a_key_may_be_of_half_of_a_pair() -> None:
+    assert cache_key("\ud800") != cache_key("\ud801")

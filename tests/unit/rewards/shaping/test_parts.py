@@ -32,6 +32,7 @@ def test_behaviours_are_checked_by_name_version_and_range() -> None:
     check_behaviours(reward(TESTS, ASKING))
     for change, text in (
         ({"source": "behaviour.rudeness"}, "there is no 'behaviour.rudeness': expected one of asking, "),
+        ({"source": "behaviour.asking.twice"}, r"there is no 'behaviour\.asking\.twice'"),
         ({"version": 2}, "was written for version 2 of 'behaviour.asking', which is 1 here"),
         ({"range": (0.0, 2.0)}, "promises what never happens"),
         ({"source": "behaviour.open_todos"}, "is missing where a harness has no word on it"),
