@@ -3,6 +3,8 @@
 import json
 import zlib
 from base64 import b85decode
+from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -178,6 +180,13 @@ def test_turns_may_be_stored_beside_a_record() -> None:
     assert (scalars(decoded), decoded.turns) == (scalars(rollout), rollout.turns)
     with pytest.raises(DamagedError, match="unreadable rollout record"):
         decode_rollout(record)
+
+
+def test_mappings_may_be_read_only() -> None:
+    numbers = MappingProxyType({"tests": 1})
+    rollout = a_rollout(a_turn(np.ones(1, np.int32)))
+    rollout = replace(rollout, reward_parts=numbers, counts=numbers, stage_s=numbers)
+    assert scalars(decode_rollout(encode_rollout(rollout))) == scalars(rollout)
 
 
 def test_a_turn_that_spells_a_verdict_is_none() -> None:

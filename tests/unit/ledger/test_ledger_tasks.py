@@ -155,3 +155,5 @@ def test_an_error_names_unknown_fields_and_values_of_a_wrong_type() -> None:
         decode_task(json.dumps({"task_id": "a"} | dict.fromkeys(["one", "two", "three", "four", "five"], 1)).encode())
     with pytest.raises(DamagedError, match="'7' is no str"):
         decode_task(b'{"task_id": 7}')
+    with pytest.raises(DamagedError, match="'NoChecks'"):
+        decode_task(b'{"checks": {"kind": "NoChecks"}}')

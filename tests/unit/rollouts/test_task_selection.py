@@ -93,6 +93,12 @@ def test_the_bounds_of_a_pool_belong_to_it() -> None:
     assert pools(options, facts, 1).tolist() == [0.5, 0.25, 0.25]
 
 
+def test_a_pool_without_a_share_is_drawn_from_where_no_other_has_tasks() -> None:
+    options = PoolsOptions(easy_share=0.0, hard_share=0.5)
+    facts = facts_of(TaskSelection(POOLS, size=3, seed=0), [0.9, 1.0, 0.8])
+    assert pools(options, facts, 1).tolist() == [0.5, 0.0, 0.5]
+
+
 def test_tasks_that_all_seem_certain_are_drawn_evenly() -> None:
     facts = facts_of(TaskSelection(THOMPSON, size=4, seed=0), [1.0] * 4, graded=10**30)
     assert TaskSelection(THOMPSON, size=4, seed=0).choose(facts, 1).weight == 1.0
