@@ -68,6 +68,7 @@ VALUES = {"behaviour.asking": 0.5, "behaviour.other": 9.0, "measure.seconds": 3.
         (passed(), [MEDIUM, HIGH], {}, policy(), 0.0, ZERO, "sure"),  # certain beats suspected
         (passed(), [HIGH], {}, policy(sure=KEEP), 1.0, KEEP, ""),  # an exception by name
         (passed(cheat_canary=1.0, cheat_other=0.0), [], {}, policy(), 0.0, ZERO, "cheat_canary"),
+        (passed(cheat_canary=0.5), [], {}, policy(), 0.0, ZERO, "cheat_canary"),
         (passed(cheat_canary=1.0), [], {}, policy(cheat_canary=QUARANTINE), 0.0, QUARANTINE, "cheat_canary"),
         (passed(0.0, cheat_canary=1.0), [HIGH], {}, policy(), 0.0, KEEP, ""),  # a cheat that failed is bad work
         (passed(0.0, cheat_canary=1.0), [HIGH], VALUES, policy(TESTS, ASKING), -0.125, KEEP, ""),
@@ -105,6 +106,11 @@ def test_passing_the_impossible_is_quarantined_before_all_other_reasons() -> Non
         graded=1.0,
         impossible=True,
     )
+
+
+def test_failing_the_impossible_is_no_hack() -> None:
+    verdict = score(passed(0.0), [], {}, policy(), impossible=True).verdict
+    assert verdict == Verdict(disposition=KEEP, graded=0.0, impossible=True)
 
 
 def test_what_is_recorded_is_all_that_is_known_by_one_name_each() -> None:
@@ -194,3 +200,7 @@ def test_trained_on_is_the_score_less_effort_and_the_way_from_the_reference() ->
 def test_the_grade_of_a_stored_rollout(disposition: Disposition | None, value: float) -> None:
     verdict = None if disposition is None else Verdict(disposition=disposition, graded=0.25)
     assert grade_of(make_rollout("r", make_turn([1], [2]), reward=0.5, verdict=verdict)) == value
+
+
+def test_a_stored_reward_of_zero_is_a_grade_of_zero() -> None:
+    assert grade_of(make_rollout("r", make_turn([1], [2]), reward=0.0)) == 0.0

@@ -28,9 +28,12 @@ def test_a_verdict_is_a_vote_bare_or_in_one_block_of_code() -> None:
     assert read(f"```json\n{changed()}\n```") == vote
     assert read(f"\n```\n{changed()}\n```\n") == vote
     assert read(f"<think>\nscore 5? no: {{}}\n</think>\n\n{changed()}") == vote
+    assert read(f"<think></think>\n```json\n{changed()}\n```\n") == vote
     assert read(changed().ljust(LONGEST_REPLY)) == vote
     for score in (None, 1, 5):
         assert read(changed(score=score)) == Vote(score=score, reason="clear")
+    turned = read_vote(changed(), style_rubric(), GIVEN, descending=True)
+    assert turned == Vote(score=4, reason="clear", descending=True)
 
 
 @pytest.mark.parametrize(

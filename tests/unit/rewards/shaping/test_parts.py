@@ -76,6 +76,8 @@ def test_differences_are_named() -> None:
         *(f"{name!r} is gone" for name in "abcd"),
         *(f"{name!r} is new" for name in "efgh"),
     ]
+    newer = reward_spec(reward(*(TESTS | {"name": name, "version": 2} for name in "dbca")), {})
+    assert differences(gone, newer) == [f"{name!r} has version = 2 instead of 1" for name in "abcd"]
     style = TESTS | {"name": "style", "version": 2}
     assert differences(reward_spec(reward(STYLE), {"style": "abc"}), reward_spec(reward(style), {})) == [
         "'style' has missing = 'error' instead of 'wait'",
