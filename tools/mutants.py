@@ -52,7 +52,7 @@ KILLED_SHARE = 0.9
 """Share of a core's mutants that its tests should notice."""
 COMPILED = {"inlined", "borrowing", "vector", "kernel"}
 """Decorators of functions that Numba compiles: their bytecode is not what runs."""
-SYMMETRIC = {"min", "max", "np.minimum", "np.maximum"}
+SYMMETRIC = {"min", "max", "np.minimum", "np.maximum", "suppress"}
 """Functions whose arguments may be in any order."""
 SLOWER, SLACK_S = 5.0, 5.0
 """A mutant is stopped after ``SLOWER`` times the time of its tests without a bug, plus ``SLACK_S``."""
@@ -93,6 +93,10 @@ class Candidate:
         """The lines without the bug and with it, on one line: ``-… +…``."""
         lines = list(difflib.unified_diff(self.right.splitlines(), self.text.splitlines(), lineterm="", n=0))[2:]
         return " ".join(line[0] + line[1:].strip() for line in lines if not line.startswith("@@"))
+
+    def matches(self, row: Mapping[str, str]) -> bool:
+        """True if ``row`` names this bug, or the line that it changes."""
+        return self.bug == row.get("bug") or ("line" in row and f"{self.bug} ".startswith(f"-{row['line']} "))
 
 
 def candidates(modules: Sequence[str]) -> Iterator[Candidate]:
@@ -317,8 +321,7 @@ def measure(name: str, core: Mapping[str, Any], options: argparse.Namespace) -> 
     possible = list(candidates(core["modules"]))
     draw = random.Random(f"{options.seed} {name}")
     drawn = draw.sample(possible, min(options.mutants, len(possible)))
-    equivalent = {row["bug"] for row in core.get("equivalent", ())}
-    sample = [candidate for candidate in drawn if candidate.bug not in equivalent]
+    sample = [candidate for candidate in drawn if not any(map(candidate.matches, core.get("equivalent", ())))]
     lines = options.out.read_text(encoding="utf-8").split() if options.out and options.out.exists() else []
     killed = set(lines)
     verdicts = {candidate.key: "killed" for candidate in sample if candidate.key in killed}

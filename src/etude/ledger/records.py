@@ -13,10 +13,10 @@ the row has the digest. Routes and sampling masks are not in the record either; 
 The first format is still read: its header lists the turns, followed by their concatenated raw arrays, little-endian:
 prompt ids int32 [ΣP], completion ids int32 [ΣC], logprobs float32 [ΣC], versions int32 [ΣC].
 
-A task is JSON that follows the types of its fields. A dataclass is an object of its fields, a tuple a list, a mapping
-an object, an enum its value; if a field may have one of several dataclasses, ``kind`` in the object names it. The JSON
-is Python's, not orjson's: the cases of a task may contain integers beyond 64 bits and infinities, which must be
-preserved.
+A task is JSON that follows the types of its fields. A dataclass is an object of its fields, a tuple of any length a
+list, a mapping an object, a string enum its value; if a field may have one of several dataclasses, ``kind`` in the
+object names it. The JSON is Python's, not orjson's: the cases of a task may contain integers beyond 64 bits and
+infinities, which must be preserved.
 
 Array legend: P prompt tokens of a turn, C sampled tokens of a turn.
 """
@@ -61,6 +61,8 @@ TEMPLATE = b'"template": '
 Noun = TypeVar("Noun")
 KIND = "kind"
 """Field that names an object's dataclass if there is a choice."""
+QUOTED = 80
+"""Most characters or bytes of a damaged record that an error quotes."""
 
 
 def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
@@ -129,8 +131,9 @@ def template_of(data: bytes) -> str:
     """The template of an encoded task; decodes nothing else."""
     _, mark, rest = data.partition(TEMPLATE)
     if not mark:
-        raise DamagedError(f"unreadable task record {data[:80]!r}: it has no template")
-    return str(json.loads(rest[: rest.index(b'", "') + 1]))  # quotes within the text are escaped
+        raise DamagedError(f"unreadable task record {data[:QUOTED]!r}: it has no template")
+    template: str = json.loads(rest[: rest.index(b'", "') + 1])  # quotes within the text are escaped
+    return template
 
 
 def _decode_verdict(fields: dict[str, Any] | None) -> Verdict | None:
@@ -175,7 +178,7 @@ def _split_array(data: bytes, dtype: np.dtype[Any], offset: int, lengths: Sequen
     """Split the array at ``offset`` into parts of ``lengths``."""
     whole = np.frombuffer(data, dtype, count=sum(lengths), offset=offset)
     ends = np.cumsum(lengths)
-    return np.split(whole, ends[:-1]) if lengths else []
+    return np.split(whole, ends[:-1])
 
 
 # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -206,7 +209,7 @@ def _decode(data: bytes, noun: type[Noun], name: str) -> Noun:
         value = _from_json(json.loads(data), noun)
         assert isinstance(value, noun)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"unreadable {name} record {data[:80]!r}: {error}") from error
+        raise DamagedError(f"unreadable {name} record {data[:QUOTED]!r}: {error}") from error
     return value
 
 
@@ -216,11 +219,9 @@ def _to_json(value: Any, hint: Any) -> Any:
         hints = _fields(type(value))
         fields = {name: _to_json(getattr(value, name), inner) for name, inner in hints.items()}
         return {KIND: type(value).__name__, **fields} if len(_nouns(hint)) > 1 else fields
-    if isinstance(value, Enum):
-        return value.value
     arguments = get_args(hint)
     if get_origin(hint) is tuple:
-        return [_to_json(item, inner) for item, inner in zip(value, _each(arguments, len(value)), strict=True)]
+        return [_to_json(item, arguments[0]) for item in value]
     if get_origin(hint) is Mapping:
         return {name: _to_json(item, arguments[1]) for name, item in value.items()}
     return value
@@ -233,13 +234,13 @@ def _from_json(value: Any, hint: Any) -> Any:
         return _noun(value, nouns)
     arguments = get_args(hint)
     if get_origin(hint) is tuple:
-        return tuple(_from_json(item, inner) for item, inner in zip(value, _each(arguments, len(value)), strict=True))
+        return tuple(_from_json(item, arguments[0]) for item in value)
     if get_origin(hint) is Mapping:
         return {name: _from_json(item, arguments[1]) for name, item in value.items()}
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint(value)
     if isinstance(hint, type) and not isinstance(value, (int, float) if hint is float else hint):
-        raise TypeError(f"{str(value)[:40]!r} is no {hint.__name__}")
+        raise TypeError(f"{str(value)[:QUOTED]!r} is no {hint.__name__}")
     return value  # any JSON value, which the parser has checked
 
 
@@ -259,11 +260,6 @@ def _nouns(hint: Any) -> tuple[Any, ...]:
     """The dataclasses that a field of this type may have."""
     choices = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     return tuple(choice for choice in choices if dataclasses.is_dataclass(choice))
-
-
-def _each(arguments: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-    """The type of each item of a tuple."""
-    return arguments[:1] * length if arguments[-1] is Ellipsis else arguments
 
 
 @cache

@@ -55,7 +55,7 @@ class BatchPlan:
     def before(self, purpose: str, batch: int) -> int:
         """S: groups of a class in all batches before one."""
         alone = min(batch, self.after)
-        return alone * self.groups(purpose, -1) + (batch - alone) * self.groups(purpose, self.after)
+        return alone * self.groups(purpose, 0) + (batch - alone) * self.groups(purpose, self.after)
 
 
 class Admission:

@@ -80,7 +80,7 @@ class Schedule:
     After every change, and at :meth:`next_time`, call :meth:`due` for the slots to start.
     """
 
-    def __init__(self, *, concurrency: int, max_attempts: int, outage_s: float, worked: bool = False) -> None:
+    def __init__(self, *, concurrency: int, max_attempts: int, outage_s: float, worked: bool) -> None:
         self.breaker = Breaker(outage_s, worked=worked)
         self._concurrency = concurrency
         self._max_attempts = max_attempts
@@ -197,7 +197,7 @@ class Schedule:
             heaps = [heap for heap in self._waiting if self._has_waiting(heap)]
             if not heaps:
                 return
-            yield heapq.heappop(min(heaps, key=lambda heap: heap[0]))
+            yield heapq.heappop(min(heaps))  # the one whose first slot is the oldest
 
     def _next_probe(self) -> list[Place]:
         """The next slot to probe, unless one is probing: the one with the fewest attempts, so that a faulty task does

@@ -161,7 +161,7 @@ def thompson(
     ``age`` is the position in half-lives.
     """
     size = len(facts.rate_N)
-    kept_N = np.where(facts.drawn_N == NEVER, 1.0, 0.5 ** np.maximum(0.0, age - facts.drawn_N / half_life))
+    kept_N = 0.5 ** np.maximum(0.0, age - facts.drawn_N / half_life)
     rates_N = chance.beta(PRIOR + facts.passes_N * kept_N, PRIOR + facts.failures_N * kept_N)
     signals_N = rates_N * (1 - rates_N)
     total = signals_N.sum()

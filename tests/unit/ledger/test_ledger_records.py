@@ -1,7 +1,10 @@
 """Records are read back as written, and damage is detected."""
 
+import json
 import zlib
 from base64 import b85decode
+from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -9,15 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import DamagedError
-from etude.ledger.records import decode_rollout, encode_rollout, is_hacked
+from etude.ledger.records import HACKED, decode_rollout, encode_rollout, is_hacked
+from etude.ledger.turns import encode_turns
 from etude.types import (
     Branch,
     Disposition,
     Finish,
     Hint,
+    Ids,
+    Observation,
     PayloadRef,
     Rollout,
+    RolloutStage,
     RolloutStatus,
+    Routes,
     Turn,
     TurnKind,
     Verdict,
@@ -35,6 +43,10 @@ VERDICTS = st.builds(
     hacked=st.booleans(),
     graded=st.floats(allow_nan=False),
     impossible=st.booleans(),
+)
+
+OBSERVATIONS = st.builds(
+    Observation, user=TEXT, day=st.integers(0), template=TEXT, arm=TEXT, prompt_tokens=st.integers(0)
 )
 
 
@@ -74,10 +86,13 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         counts=draw(st.dictionaries(TEXT, st.integers(0), max_size=3)),
         turns=its_turns,
         seconds=draw(st.floats(0, 1e6)),
+        stage_s=draw(st.dictionaries(st.sampled_from(RolloutStage), st.floats(0, 1e6))),
         verdict=draw(st.none() | VERDICTS),
         turn_rewards=tuple(draw(st.just([]) | st.lists(numbers, min_size=count, max_size=count))),
         hints=tuple(Hint(turn=turn, text=draw(st.text(min_size=1)), source=draw(TEXT)) for turn in hinted),
         branch=draw(st.none() | branches) if count > 1 else None,
+        observation=draw(st.none() | OBSERVATIONS),
+        session_id=draw(TEXT),
     )
 
 
@@ -127,20 +142,66 @@ def test_a_record_of_the_first_form_is_still_read() -> None:
     assert {turn.kind for turn in rollout.turns} == {TurnKind.ACT}
     assert (rollout.turn_rewards, rollout.hints, rollout.branch) == ((), (), None)
     assert scalars(decode_rollout(encode_rollout(rollout))) == scalars(rollout)
-    for end in range(len(record)):
-        with pytest.raises(DamagedError, match="unreadable rollout record"):
-            decode_rollout(record[:end])
+    for damaged in (*(record[:end] for end in range(len(record))), record + b"\0"):
+        with pytest.raises(DamagedError, match=f"unreadable rollout record of {len(damaged)} bytes"):
+            decode_rollout(damaged)
+
+
+def test_a_record_of_the_first_form_may_have_no_turns() -> None:
+    failed = Rollout(rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.FAILED_INFRA, reward=None)
+    record = encode_rollout(failed, with_turns=False)
+    listed = json.dumps(json.loads(record[4:]) | {"turns": []}).encode()
+    assert decode_rollout(len(listed).to_bytes(4, "little") + listed) == failed
+
+
+def a_rollout(*its_turns: Turn) -> Rollout:
+    return Rollout(
+        rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=its_turns
+    )
+
+
+def a_turn(prompt_ids: Ids, finish: Finish = Finish.STOP, routes: Routes | None = None) -> Turn:
+    one = np.ones(1, np.int32)
+    return Turn(
+        prompt_ids=prompt_ids,
+        completion_ids=one,
+        logprobs=-np.ones(1, np.float32),
+        versions=one,
+        finish=finish,
+        routes=routes,
+    )
+
+
+def test_turns_may_be_stored_beside_a_record() -> None:
+    rollout = a_rollout(a_turn(np.arange(100, dtype=np.int32)))
+    record = encode_rollout(rollout, with_turns=False)
+    assert len(record) < len(encode_rollout(rollout)) - 400
+    decoded = decode_rollout(record, rollout.turns)
+    assert (scalars(decoded), decoded.turns) == (scalars(rollout), rollout.turns)
+    with pytest.raises(DamagedError, match="unreadable rollout record"):
+        decode_rollout(record)
+
+
+def test_mappings_may_be_read_only() -> None:
+    numbers = MappingProxyType({"tests": 1})
+    rollout = a_rollout(a_turn(np.ones(1, np.int32)))
+    rollout = replace(rollout, reward_parts=numbers, counts=numbers, stage_s=numbers)
+    assert scalars(decode_rollout(encode_rollout(rollout))) == scalars(rollout)
+
+
+def test_a_turn_that_spells_a_verdict_is_none() -> None:
+    spelled = np.frombuffer(HACKED.ljust(16), np.int32)
+    record = encode_rollout(a_rollout(a_turn(spelled)))
+    assert HACKED in record
+    assert not is_hacked(record)
 
 
 def test_a_branch_is_recorded_once_however_often_it_was_read() -> None:
-    ids, one = np.arange(20_000, dtype=np.int32), np.ones(1, np.int32)
-    turns = tuple(
-        Turn(prompt_ids=ids[:length], completion_ids=one, logprobs=-np.ones(1, np.float32), versions=one, finish=finish)
-        for length, finish in zip(range(100, 20_001, 100), list(Finish) * 100, strict=True)
-    )
-    rollout = Rollout(
-        rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=turns
-    )
+    ids = np.arange(20_000, dtype=np.int32)
+    turns = [
+        a_turn(ids[:length], finish) for length, finish in zip(range(100, 20_001, 100), list(Finish) * 100, strict=True)
+    ]
+    rollout = a_rollout(*turns)
     record = encode_rollout(rollout)
     assert len(record) < ids.nbytes + 100 * len(turns) + 2_000
     assert encode_rollout(decode_rollout(record)) == record
@@ -156,18 +217,17 @@ def test_a_cut_or_lengthened_rollout_record_is_damaged(rollout: Rollout, data: s
             decode_rollout(damaged)
 
 
+def test_a_header_that_says_something_else_is_damaged() -> None:
+    failed = '{"status": "failed_infra", "verdict": '
+    no_object = ["7", "[]", "{", "[" * 100_000]
+    fields = ["{}", '{"status": "unknown"}', f"{failed}7}}", f"{failed}{{}}}}", f'{failed}null, "surplus": 1}}']
+    for header in no_object + fields:
+        record = len(header).to_bytes(4, "little") + header.encode() + encode_turns([])
+        with pytest.raises(DamagedError, match="unreadable rollout record"):
+            decode_rollout(record)
+
+
 def test_routes_never_get_into_a_record() -> None:
-    ids = np.array([1], np.int32)
-    turn = Turn(
-        prompt_ids=ids,
-        completion_ids=ids,
-        logprobs=-ids.astype(np.float32),
-        versions=ids,
-        finish=Finish.STOP,
-        routes=np.zeros((1, 1, 2), np.uint16),
-    )
-    rollout = Rollout(
-        rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=(turn,)
-    )
+    turn = a_turn(np.ones(1, np.int32), routes=np.zeros((1, 1, 2), np.uint16))
     with pytest.raises(ValueError, match="store them in a payload file first"):
-        encode_rollout(rollout)
+        encode_rollout(a_rollout(turn))

@@ -1,13 +1,15 @@
 """A task's record is read back as written, for every kind of check, and damage is detected."""
 
 import json
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import DamagedError
-from etude.ledger.records import decode_observed, decode_task, encode_observed, encode_task, template_of
+from etude.ledger.records import QUOTED, decode_observed, decode_task, encode_observed, encode_task, template_of
 from etude.sandbox_spec import EnvironmentSpec, SandboxLimits, Service, ServiceKind
 from etude.types import (
     Case,
@@ -118,11 +120,40 @@ def test_a_session_survives_its_record_and_a_cut_one_is_damaged(session: Observe
         decode_observed(record[:-1])
 
 
+def a_task(**fields: Any) -> Task:
+    facts = {"task_id": "a", "family": "f", "template": "t", "split": Split.TRAIN, "prompt": "p", "files": {}}
+    checks = FunctionChecks(path="p", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+    return Task(**facts | {"checks": checks} | fields)
+
+
+def test_the_template_is_found_among_texts_and_names_that_look_like_it() -> None:
+    mark = '"template": "other", "'
+    task = a_task(task_id=mark, family=mark, template=f'", "{mark}', files={"template": "other"}, prompt=mark)
+    assert template_of(encode_task(task)) == task.template
+
+
+def test_mappings_may_be_read_only_and_whole_numbers_floats() -> None:
+    checks = ScriptChecks(files=MappingProxyType({"a": "b"}), timeout_s=60)
+    task = a_task(files=MappingProxyType({"a": "b"}), checks=checks)
+    assert decode_task(encode_task(task)) == task
+
+
 def test_a_record_without_a_template_is_damaged() -> None:
     with pytest.raises(DamagedError, match="it has no template"):
         template_of(b'{"task_id": "a"}')
 
 
-def test_a_task_of_unknown_fields_is_damaged() -> None:
-    with pytest.raises(DamagedError, match="Task has no surplus"):
-        decode_task(b'{"task_id": "a", "surplus": 1}')
+def test_an_error_quotes_the_beginning_of_a_long_record() -> None:
+    for read in (template_of, decode_task):
+        with pytest.raises(DamagedError) as caught:
+            read(b"x" * 10_000)
+        assert QUOTED <= str(caught.value).count("x") < 2 * QUOTED
+
+
+def test_an_error_names_unknown_fields_and_values_of_a_wrong_type() -> None:
+    with pytest.raises(DamagedError, match="Task has no five, four, one, three, two"):
+        decode_task(json.dumps({"task_id": "a"} | dict.fromkeys(["one", "two", "three", "four", "five"], 1)).encode())
+    with pytest.raises(DamagedError, match="'7' is no str"):
+        decode_task(b'{"task_id": 7}')
+    with pytest.raises(DamagedError, match="'NoChecks'"):
+        decode_task(b'{"checks": {"kind": "NoChecks"}}')

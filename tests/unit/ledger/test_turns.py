@@ -1,5 +1,6 @@
 """Turns as one blob: exact in both directions, each branch once, and other data is rejected."""
 
+import json
 import tracemalloc
 import zlib
 from base64 import b85decode
@@ -157,14 +158,16 @@ def test_prompts_lie_within_what_there_is_or_are_refused(starts: Ids, lengths: I
             list(range(start, start + length)) for start, length in spans
         ]
     else:
-        with pytest.raises(ValueError, match="there are 6"):
+        first = next(turn for turn, (start, length) in enumerate(spans) if not 0 <= start <= start + length <= 6)
+        with pytest.raises(ValueError, match=f"turn {first} has a prompt of .*: there are 6"):
             decode_turns(save(arrays))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("finish", np.array([9], np.uint8), "finish 9"),
+        ("finish", np.array([9], np.uint8), "turn 0 has finish 9 and kind 0, expected less than 2 and 2"),
+        ("finish", np.array([2], np.uint8), "finish 2"),
         ("kind", np.array([2], np.uint8), "kind 2"),
         ("kind", np.array([0, 0], np.uint8), "fit"),
         ("prompt_starts", np.array([0, 0], np.int64), "fit"),
@@ -178,9 +181,9 @@ def test_prompts_lie_within_what_there_is_or_are_refused(starts: Ids, lengths: I
         ("completion_offsets", np.array([1, 1], np.int64), "do not ascend"),
         ("completion_offsets", np.array([0, 2], np.int64), "do not ascend"),
         ("completion_ids", np.array([1, 2], np.int32), "fit"),
-        ("logprobs", np.array([1.0], np.float64), "made of"),
+        ("logprobs", np.array([1.0], np.float64), r"made of .*, expected \{'prompt_ids'"),
         ("versions", np.array([-1], np.int32), "weight version"),
-        ("payload_sizes", np.array([-2], np.int64), "-2 bytes"),
+        ("payload_sizes", np.array([-2], np.int64), "turn 0 has a payload of -2 bytes"),
         ("payload_digests", np.zeros((1, 31), np.uint8), "fit"),
     ],
 )
@@ -188,6 +191,21 @@ def test_arrays_that_contradict_each_other_are_refused(name: str, value: np.ndar
     arrays = load(encode_turns([some_turn()])) | {name: value}
     with pytest.raises(ValueError, match=words):
         decode_turns(save(arrays))
+
+
+def test_a_type_that_numpy_does_not_have_is_refused() -> None:
+    header = json.dumps({"finish": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        decode_turns(len(header).to_bytes(8, "little") + header + bytes(2))
+
+
+def test_the_metadata_name_the_rollout() -> None:
+    def metadata(blob: bytes) -> object:
+        size = int.from_bytes(blob[:8], "little")
+        return json.loads(blob[8 : 8 + size]).get("__metadata__")
+
+    assert metadata(encode_turns([some_turn()], "r-7")) == {"rollout": "r-7"}
+    assert metadata(encode_turns([some_turn()])) is None
 
 
 def test_completions_that_overlap_are_refused() -> None:

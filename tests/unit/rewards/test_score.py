@@ -23,6 +23,7 @@ TESTS: dict[str, Any] = {"name": "tests", "source": "grader", "version": 1, "wei
 SHARE: dict[str, Any] = {**TESTS, "name": "share", "source": "grader.hidden_passed", "weight": 0.5}
 ASKING: dict[str, Any] = {**TESTS, "name": "asking", "source": "behaviour.asking", "weight": -0.25}
 STYLE: dict[str, Any] = {**TESTS, "name": "style", "source": "judge.style", "weight": 0.125, "missing": "wait"}
+MASKING: dict[str, Any] = {**ASKING, "missing": "mask"}
 FINDINGS = st.lists(
     st.builds(
         Finding,
@@ -63,15 +64,18 @@ VALUES = {"behaviour.asking": 0.5, "behaviour.other": 9.0, "measure.seconds": 3.
         (passed(7.0, hidden_passed=0.5), [], {}, policy(TESTS, SHARE), 1.25, KEEP, ""),  # clipped
         (passed(), [LOW], {}, policy(), 1.0, KEEP, ""),
         (passed(), [MEDIUM], {}, policy(), 0.0, QUARANTINE, "maybe"),
+        (passed(), [MEDIUM, finding(Severity.MEDIUM)], {}, policy(), 0.0, QUARANTINE, "maybe"),  # the first one
         (passed(), [MEDIUM, HIGH], {}, policy(), 0.0, ZERO, "sure"),  # certain beats suspected
         (passed(), [HIGH], {}, policy(sure=KEEP), 1.0, KEEP, ""),  # an exception by name
         (passed(cheat_canary=1.0, cheat_other=0.0), [], {}, policy(), 0.0, ZERO, "cheat_canary"),
+        (passed(cheat_canary=0.5), [], {}, policy(), 0.0, ZERO, "cheat_canary"),
         (passed(cheat_canary=1.0), [], {}, policy(cheat_canary=QUARANTINE), 0.0, QUARANTINE, "cheat_canary"),
         (passed(0.0, cheat_canary=1.0), [HIGH], {}, policy(), 0.0, KEEP, ""),  # a cheat that failed is bad work
         (passed(0.0, cheat_canary=1.0), [HIGH], VALUES, policy(TESTS, ASKING), -0.125, KEEP, ""),
         (passed(), [HIGH], VALUES, policy(TESTS, ASKING), 0.0, ZERO, "sure"),  # a zero is above every bonus
         (passed(), None, {}, policy(TESTS, STYLE), 0.0, QUARANTINE, "reward part 'style' is missing"),
         (passed(), [], {}, policy(TESTS, STYLE), 0.0, QUARANTINE, "reward part 'style' is missing"),
+        (passed(), [], {}, policy(STYLE, MASKING), 0.0, QUARANTINE, "reward part 'asking' is missing"),
         (passed(), [HIGH], {}, policy(TESTS, STYLE), 0.0, ZERO, "sure"),  # no way out of a zero
         (passed(), [], {}, policy(TESTS | {"source": "behaviour.x", "missing": 0.25}), 0.25, KEEP, ""),  # assumed
     ],
@@ -102,6 +106,11 @@ def test_passing_the_impossible_is_quarantined_before_all_other_reasons() -> Non
         graded=1.0,
         impossible=True,
     )
+
+
+def test_failing_the_impossible_is_no_hack() -> None:
+    verdict = score(passed(0.0), [], {}, policy(), impossible=True).verdict
+    assert verdict == Verdict(disposition=KEEP, graded=0.0, impossible=True)
 
 
 def test_what_is_recorded_is_all_that_is_known_by_one_name_each() -> None:
@@ -180,13 +189,18 @@ def test_trained_on_is_the_score_less_effort_and_the_way_from_the_reference() ->
         make_rollout("r", make_turn([1], [2]), reward=0.75),
         EffortConfig(weight=0.5, prices={"turns": 1.0}),
     )
-    assert penalty(rollout, EffortConfig(), nats=2.0) == 0.0
+    assert penalty(rollout, EffortConfig(), nats=2.0) == penalty(rollout, EffortConfig(), reference_beta=0.1) == 0.0
     taken_off = penalty(rollout, effort, reference_beta=0.1, nats=2.0)
     assert taken_off == effort_penalty(rollout, effort) + 0.1 * 2.0
     assert trained_value(rollout, taken_off) == 0.75 - taken_off
+    assert trained_value(make_rollout("r", make_turn([1], [2]), reward=0.0), 0.25) == -0.25
 
 
 @pytest.mark.parametrize(("disposition", "value"), [(None, 0.5), (KEEP, 0.25), (ZERO, 0.0), (QUARANTINE, 0.0)])
 def test_the_grade_of_a_stored_rollout(disposition: Disposition | None, value: float) -> None:
     verdict = None if disposition is None else Verdict(disposition=disposition, graded=0.25)
     assert grade_of(make_rollout("r", make_turn([1], [2]), reward=0.5, verdict=verdict)) == value
+
+
+def test_a_stored_reward_of_zero_is_a_grade_of_zero() -> None:
+    assert grade_of(make_rollout("r", make_turn([1], [2]), reward=0.0)) == 0.0

@@ -43,8 +43,24 @@ def test_without_staleness_the_next_batch_waits_for_the_weights_of_this_one() ->
     assert admission.groups_to_admit(version=1, admitted=4, in_flight=0) == 4
 
 
-def test_live_sessions_join_the_batches_after_the_first_steps() -> None:
-    plan = BatchPlan.of(SMALL, LiveConfig(groups_per_step=3, simulated_groups_per_step=2, after_steps=2))
-    for purpose, groups in ((TRAIN, [4, 4, 2, 2]), (LIVE, [0, 0, 3, 3])):
+def test_steps_that_load_weights_need_no_groups() -> None:
+    admission = Admission(SMALL, steps=10)
+    assert (admission.groups_needed(), admission.groups_needed(loads=3)) == (40, 28)
+    assert [admission.window(version, loads=3) for version in (3, 5, 9)] == [8, 16, 28]
+    assert admission.groups_to_admit(version=5, admitted=9, in_flight=0, loads=3) == 7
+
+
+def test_the_window_of_live_groups_opens_after_the_steps_without_them() -> None:
+    live = LiveConfig(groups_per_step=3, simulated_groups_per_step=2, after_steps=2)
+    admission = Admission(SMALL, steps=5, live=live)
+    assert [admission.window(version, purpose=LIVE) for version in range(6)] == [0, 3, 6, 9, 9, 9]
+    assert [admission.window(version) for version in range(6)] == [8, 10, 12, 14, 14, 14]
+    assert admission.groups_needed(purpose=LIVE) == 9
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_live_sessions_join_the_batches_after_the_first_steps(after: int) -> None:
+    plan = BatchPlan.of(SMALL, LiveConfig(groups_per_step=3, simulated_groups_per_step=2, after_steps=after))
+    for purpose, groups in ((TRAIN, [4] * after + [2] * (4 - after)), (LIVE, [0] * after + [3] * (4 - after))):
         assert [plan.groups(purpose, batch) for batch in range(4)] == groups
         assert [plan.before(purpose, batch) for batch in range(5)] == [sum(groups[:batch]) for batch in range(5)]

@@ -1,5 +1,6 @@
 """The schedule, for slots that end at any time and in any way: oldest first, bounded attempts, and every slot ends."""
 
+import pickle
 from collections import Counter
 
 import pytest
@@ -20,7 +21,7 @@ def slot(group: int, number: int = 0, attempt: int = 0) -> OpenSlot:
 
 
 def schedule(*slots: OpenSlot, concurrency: int = CONCURRENCY) -> Schedule:
-    made = Schedule(concurrency=concurrency, max_attempts=MAX_ATTEMPTS, outage_s=300.0)
+    made = Schedule(concurrency=concurrency, max_attempts=MAX_ATTEMPTS, outage_s=300.0, worked=False)
     for one in slots:
         made.add(one)
     return made
@@ -59,6 +60,31 @@ def test_a_slot_without_an_attempt_left_is_lost() -> None:
     assert slot(1) not in here
 
 
+def test_a_schedule_has_a_slot_until_it_ends() -> None:
+    here = schedule(slot(0))
+    (started,) = here.due(0.0)
+    assert slot(0) in here
+    here.graded(started)
+    assert slot(0) not in here
+
+
+def test_a_slot_that_does_not_run_has_no_reward() -> None:
+    with pytest.raises(AssertionError, match="a slot went from waiting to graded"):
+        schedule(slot(0)).graded(slot(0))
+
+
+def test_a_schedule_keeps_nothing_of_groups_that_ended() -> None:
+    here, sizes = schedule(), list[int]()
+    for group in range(100):
+        here.add(slot(group, 0))
+        here.add(slot(group, 1))
+        graded, _ = here.due(0.0)
+        here.graded(graded)
+        here.abandon(group)
+        sizes.append(len(pickle.dumps(here)))
+    assert sizes[-1] == sizes[50]
+
+
 def test_a_dropped_group_is_abandoned_wherever_its_slots_are() -> None:
     here = schedule(*(slot(0, number) for number in range(5)), slot(1))
     started = here.due(0.0)
@@ -68,6 +94,15 @@ def test_a_dropped_group_is_abandoned_wherever_its_slots_are() -> None:
     assert (len(here), here.running) == (1, 0)
     assert places(here.due(PAUSES.longest_s)) == [(1, 0)]
     assert here.next_time() is None
+
+
+def test_a_pause_of_a_dropped_group_is_not_waited_for() -> None:
+    here = schedule(slot(0), slot(1))
+    for attempt, one in enumerate(here.due(0.0), start=1):
+        here.failed(one, due=attempt, now=0.0)
+    assert here.next_time() == PAUSES.delay_s(1)
+    here.abandon(0)
+    assert here.next_time() == PAUSES.delay_s(2)
 
 
 def outage(here: Schedule, now: float) -> float:
@@ -115,6 +150,13 @@ def test_a_slot_that_waits_out_an_outage_is_woken_by_its_end() -> None:
     for one in here.due(0.0):
         here.failed(one, due=2, now=0.0)
     assert here.next_time() == here.breaker.until_s < PAUSES.delay_s(2)
+
+
+def test_the_end_of_an_outage_starts_nothing_while_every_slot_runs() -> None:
+    here = schedule(*(slot(group) for group in range(STREAK + 1)), concurrency=STREAK + 1)
+    for one in here.due(0.0)[:STREAK]:
+        here.failed(one, due=MAX_ATTEMPTS, now=0.0)
+    assert (here.breaker.circuit, here.running, here.next_time()) == (Circuit.OPEN, 1, None)
 
 
 def test_a_probe_waits_until_there_is_a_slot() -> None:

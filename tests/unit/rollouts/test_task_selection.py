@@ -14,7 +14,7 @@ from etude.config.tasks import PoolsOptions, SelectionConfig, ThompsonOptions
 from etude.errors import ConfigError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.rollouts.task_history import SelectedTasks
-from etude.rollouts.task_selection import TaskFacts, TaskSelection
+from etude.rollouts.task_selection import TaskFacts, TaskSelection, pools, thompson
 from etude.types import Split, Task
 from ledgers import rollout, task
 
@@ -66,9 +66,18 @@ def test_what_was_seen_a_half_life_ago_counts_half() -> None:
     rates = [0.0, 0.25, 0.5, 1.0]
     for seed in range(9):
         selection = TaskSelection(THOMPSON, size=4, seed=seed)
-        later = 3 + int(selection.half_life)
+        later = 3 + 4 * 2  # two epochs of four tasks
         before, now = facts_of(selection, rates, 16, 3), facts_of(selection, rates, 8, later)
         assert selection.choose(before, later) == selection.choose(now, later)
+
+
+def test_what_was_just_seen_counts_whole() -> None:
+    selection, seen = TaskSelection(THOMPSON, size=4, seed=0), []
+    for position in (0, 3, 11):
+        facts = facts_of(selection, [0.0, 0.25, 0.5, 1.0], position=position)
+        options, chance = ThompsonOptions(), np.random.default_rng(0)
+        seen.append(thompson(options, facts, position / selection.half_life, selection.half_life, chance))
+    assert np.array_equal(seen[0], seen[1]) and np.array_equal(seen[0], seen[2])
 
 
 @pytest.mark.parametrize("tried", [0, 100])
@@ -76,6 +85,23 @@ def test_pools_have_their_shares_and_what_is_alike_rests(tried: int) -> None:
     facts = facts_of(TaskSelection(POOLS, size=6, seed=0), [0.0, 1.0, 0.1, 0.9, 0.5, 0.5], position=tried)
     assert drawn(POOLS, facts, tried + 11) == pytest.approx([0, 0, 0.15, 0.15, 0.35, 0.35], abs=0.04)
     assert drawn(POOLS, facts, tried + 12) == pytest.approx([0.075, 0.075, 0.075, 0.075, 0.35, 0.35], abs=0.04)
+
+
+def test_the_bounds_of_a_pool_belong_to_it() -> None:
+    options = PoolsOptions(easy_share=0.5, hard_share=0.25, easy_from=0.75, hard_to=0.25)
+    facts = facts_of(TaskSelection(POOLS, size=3, seed=0), [0.75, 0.25, 0.5])
+    assert pools(options, facts, 1).tolist() == [0.5, 0.25, 0.25]
+
+
+def test_a_pool_without_a_share_is_drawn_from_where_no_other_has_tasks() -> None:
+    options = PoolsOptions(easy_share=0.0, hard_share=0.5)
+    facts = facts_of(TaskSelection(POOLS, size=3, seed=0), [0.9, 1.0, 0.8])
+    assert pools(options, facts, 1).tolist() == [0.5, 0.0, 0.5]
+
+
+def test_tasks_that_all_seem_certain_are_drawn_evenly() -> None:
+    facts = facts_of(TaskSelection(THOMPSON, size=4, seed=0), [1.0] * 4, graded=10**30)
+    assert TaskSelection(THOMPSON, size=4, seed=0).choose(facts, 1).weight == 1.0
 
 
 def test_where_all_tasks_rest_all_are_drawn() -> None:
@@ -100,6 +126,30 @@ def test_what_is_known_of_a_task_does_not_depend_on_the_order_in_which_groups_en
     if config is THOMPSON:
         weights = [0.5 ** ((9 - position) / selection.half_life) for position, _, _ in draws]
         assert forth.passes_N[1] == pytest.approx(np.dot(weights, [passed for _, _, passed in draws]))
+
+
+@BOTH
+def test_a_draw_without_rewards_changes_nothing_but_its_position(config: SelectionConfig) -> None:
+    selection = TaskSelection(config, size=2, seed=0)
+    facts = facts_of(selection, [0.25, 0.5])
+    selection.observe(facts, 1, 0, graded=0, passed=0.0)
+    assert facts.rate_N.tolist() == [0.25, 0.5]
+    assert (facts.passes_N[1], facts.failures_N[1]) == (16.0, 16.0)
+
+
+def test_a_copy_of_facts_does_not_change_with_them() -> None:
+    selection = TaskSelection(THOMPSON, size=2, seed=0)
+    facts = facts_of(selection, [0.25, 0.5])
+    copy = facts.copy()
+    selection.observe(facts, 0, 5, graded=4, passed=4.0)
+    for name in TaskFacts.__slots__:
+        assert getattr(copy, name).tolist() == getattr(facts_of(selection, [0.25, 0.5]), name).tolist()
+        assert getattr(copy, name)[0] != getattr(facts, name)[0], name
+
+
+def test_a_recipe_that_takes_tasks_in_order_has_no_selection() -> None:
+    with pytest.raises(ValueError, match="tasks are not chosen by"):
+        TaskSelection(SelectionConfig(), size=2, seed=0)
 
 
 @given(rates=st.lists(st.sampled_from([0.0, 0.05, 0.3, 0.5, 0.9, 1.0]), min_size=2, max_size=8), seed=st.integers(0, 5))

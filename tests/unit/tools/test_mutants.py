@@ -46,7 +46,8 @@ RUN = """
 import argparse, json, mutants, sys
 from pathlib import Path
 options = argparse.Namespace(mutants=99, seed=0, workers=2, out=Path("killed"))
-core = {"modules": ["core"], "tests": ["test_core.py"], "equivalent": [{"bug": "-if first < 0: +if first <= 0:"}]}
+equivalent = [{"bug": "-if first < 0: +if first <= 0:"}, {"line": "return function"}]
+core = {"modules": ["core"], "tests": ["test_core.py"], "equivalent": equivalent}
 json.dump([mutants.measure("small", core, options) for _ in range(2)], sys.stdout)
 """
 
@@ -81,5 +82,6 @@ def test_survivors_are_what_no_test_notices_and_killed_ones_are_remembered(proje
     survivors = [(one["function"].partition(":")[2], one["operator"]) for one in first["survivors"]]
     assert ("decided", "swapped_branches") in survivors  # no test calls it
     assert "larger" not in {function for function, _ in survivors}
-    assert first["equivalent"] == 1
+    assert first["equivalent"] == 2
+    assert ("inlined", "missing_return") not in survivors
     assert first["uncalled"] == len(survivors)

@@ -68,8 +68,8 @@ QUEUE_SHARE = 0.1
 """Share of calls in flight that may queue at the engines while the limit still grows."""
 SMOOTHING = 0.125
 """Weight of a new sample in the mean call time and in the mean gap between two completions (Jacobson's gain)."""
-FEW_DEADLINES = 64
-"""Deadlines too few to be searched for those of calls that no longer wait."""
+SPARE_DEADLINES = 64
+"""Deadlines of calls that no longer wait, beyond as many as do, that are kept before all are looked through."""
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 """Bounds of the suggested time before a retry."""
 
@@ -301,14 +301,12 @@ class AdmissionController:
             self._forget_settled()
 
     def _forget_settled(self) -> None:
-        """Drop settled tickets, so that the earliest deadline is of a waiting call and a heap of more than
-        ``FEW_DEADLINES`` is at most twice the queues.
+        """Drop settled tickets, so that the earliest deadline is of a waiting call and the heap has at most twice as many
+        as wait, and ``SPARE_DEADLINES``.
         """
         while self._deadlines and self._deadlines[0][2].state is not TicketState.WAITING:
             heapq.heappop(self._deadlines)
-        if len(self._deadlines) <= FEW_DEADLINES:
-            return
-        if len(self._deadlines) > 2 * sum(map(len, self._queues.values())):
+        if len(self._deadlines) > 2 * sum(map(len, self._queues.values())) + SPARE_DEADLINES:
             self._deadlines = [entry for entry in self._deadlines if entry[2].state is TicketState.WAITING]
             heapq.heapify(self._deadlines)
 

@@ -142,8 +142,6 @@ class Tier(Collection[str]):
 
     def least_load(self) -> int | None:
         """The load of the least busy one; ``None`` if there is none."""
-        if not self._avoid:
-            return min((group.loads[0] for group in self._groups), default=None)
         firsts = (next((name for name in group if name not in self._avoid), None) for group in self._groups)
         return min((self._entries[name].load for name in firsts if name is not None), default=None)
 

@@ -9,6 +9,7 @@ An engine that leaves moves only its own sessions. Rendezvous hashing has this p
 each engine; here a choice costs the logarithm of the number of points, plus a step for each engine that is not allowed.
 """
 
+import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
@@ -20,8 +21,9 @@ STEPS = 4
 """Steps around the ring after which, if few names are allowed, comparing their distances is faster."""
 FULL_TURN = 1 << 64
 """Length of the ring."""
-_WORDS, _WORD_BYTES = 8, 8
-"""Points per hash, and the bytes of each point."""
+_PER_HASH = 8
+"""Points per hash of 64 bytes."""
+_POINT, _POINTS_OF_HASH = struct.Struct(">Q"), struct.Struct(f">{_PER_HASH}Q")
 
 
 class HashRing:
@@ -84,14 +86,11 @@ class HashRing:
 
 
 def _hash(key: str) -> int:
-    digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=_WORD_BYTES).digest()
-    return int.from_bytes(digest, "big")
+    digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=_POINT.size).digest()
+    (point,) = _POINT.unpack(digest)
+    return int(point)
 
 
 def _points_of(name: str) -> Iterator[int]:
-    for number in range(POINTS // _WORDS):
-        digest = blake2b(
-            f"{number}\0{name}".encode("utf-8", "surrogatepass"), digest_size=_WORDS * _WORD_BYTES
-        ).digest()
-        for at in range(0, len(digest), _WORD_BYTES):
-            yield int.from_bytes(digest[at : at + _WORD_BYTES], "big")
+    for number in range(POINTS // _PER_HASH):
+        yield from _POINTS_OF_HASH.unpack(blake2b(f"{number}\0{name}".encode("utf-8", "surrogatepass")).digest())

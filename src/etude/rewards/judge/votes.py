@@ -256,15 +256,15 @@ def _open(file: Path | None) -> sqlite3.Connection:
     if file is None:
         return _connect(":memory:")
     try:
-        return _connect(str(file))
+        return _connect(file)
     except sqlite3.DatabaseError:
         for part in (file, file.with_name(f"{file.name}-wal"), file.with_name(f"{file.name}-shm")):
             part.unlink(missing_ok=True)
-        return _connect(str(file))
+        return _connect(file)
 
 
-def _connect(name: str) -> sqlite3.Connection:
-    database = sqlite3.connect(name, isolation_level=None, timeout=5.0)
+def _connect(name: str | Path) -> sqlite3.Connection:
+    database = sqlite3.connect(name, isolation_level=None)
     try:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = OFF")  # votes that a crash of the machine loses are requested again

@@ -19,6 +19,14 @@ CHANGES = st.lists(
 )
 
 
+def test_the_least_load_is_over_all_kinds_without_the_engines_to_avoid() -> None:
+    index = EngineIndex()
+    for name, kind, load in zip("abc", (KINDS[0], KINDS[1], KINDS[1]), (3, 1, 2), strict=True):
+        index.put(name, kind, load, 0)
+    for avoid, least in (("", 1), ("b", 2), ("bc", 3), ("abc", None)):
+        assert index.tier(KINDS[:2], set(avoid)).least_load() == least
+
+
 @given(CHANGES, st.sets(st.sampled_from(NAMES)), st.sets(st.sampled_from(KINDS)), st.integers(0, 4))
 def test_a_tier_is_what_a_plain_list_has(
     changes: list[tuple[Any, ...]], avoid: set[str], kinds: set[EngineKind], most: int

@@ -1,5 +1,6 @@
 """Admission: production before rollouts, no starvation, and no place lost, for events in any order."""
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
@@ -17,6 +18,8 @@ from etude.gateway.routing.admission import (
     AdmissionController,
     AdmissionLimits,
     AdmissionOutcome,
+    ConcurrencyLimit,
+    ReleaseRate,
     Ticket,
     TicketState,
     TrafficClass,
@@ -110,6 +113,11 @@ def test_a_full_line_refuses_with_advice() -> None:
     assert admission.inflight(ROLLOUTS) == 0
 
 
+def test_without_places_to_wait_a_call_is_granted_or_refused() -> None:
+    admission = AdmissionController(limits(1, waiting=0))
+    assert states(acquire(admission, ROLLOUTS, 2)) == [GRANTED, TicketState.REFUSED]
+
+
 def test_the_advice_is_how_long_the_line_takes() -> None:
     admission = AdmissionController(limits(4, waiting=5))
     tickets = acquire(admission, ROLLOUTS, 9)
@@ -121,6 +129,50 @@ def test_the_advice_is_how_long_the_line_takes() -> None:
     refused = admission.acquire(ROLLOUTS, 400.0, LATE)
     assert refused.state is TicketState.REFUSED
     assert refused.retry_after_s == pytest.approx(12.0, abs=0.1)  # six of them, one each two seconds
+
+
+def test_the_advice_to_an_expired_call_counts_all_that_waited() -> None:
+    admission = AdmissionController(limits(2))
+    for ticket, now in zip(acquire(admission, ROLLOUTS, 2), (0.0, 8.0), strict=True):
+        admission.release(ticket, AdmissionOutcome.FAILED, now)
+        acquire(admission, ROLLOUTS, 1, now)
+    early = admission.acquire(ROLLOUTS, 8.0, 20.0)
+    acquire(admission, ROLLOUTS, 4, 8.0)
+    assert admission.due(20.0) == [early]
+    assert early.retry_after_s == 5.0  # an eighth of the one gap of eight seconds, five times
+
+
+def test_the_rate_of_releases_is_a_mean_of_the_gaps_while_calls_were_in_progress() -> None:
+    rate = ReleaseRate()
+    rate.released(0.0, busy=2)
+    rate.released(8.0, busy=2)
+    assert [rate.wait_s(calls) for calls in (0, 1, 5, 1000)] == [RETRY_MIN_S, 1.0, 5.0, RETRY_MAX_S]
+    rate.released(16.0, busy=1)  # no call is left
+    rate.released(1000.0, busy=2)
+    assert rate.wait_s(8) == 8 * (1.0 + 7.0 / 8)
+
+
+def test_calls_and_accounts_that_are_gone_take_no_memory() -> None:
+    admission = AdmissionController(limits(1))
+    acquire(admission, ROLLOUTS, 1)
+    admission.acquire(ROLLOUTS, 0.0, 1.0)  # waits, with the first deadline
+    tracemalloc.start()
+    for number in range(3_000):
+        for traffic in TrafficClass:
+            ticket = admission.acquire(traffic, 0.0, LATE, f"account {number}")
+            admission.release(ticket, AdmissionOutcome.ABANDONED, 0.0)
+    size_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size_bytes < 100_000
+
+
+def test_an_account_whose_calls_stopped_waiting_has_no_turn() -> None:
+    admission = AdmissionController(limits(1))
+    (first,) = acquire(admission, ROLLOUTS, 1)
+    left, stays = (admission.acquire(ROLLOUTS, 0.0, LATE, account) for account in "ab")
+    admission.release(left, AdmissionOutcome.ABANDONED, 0.0)
+    admission.release(first, AdmissionOutcome.FAILED, 1.0)
+    assert admission.due(1.0) == [stays]
 
 
 def test_a_call_that_waits_beyond_its_deadline_expires() -> None:
@@ -191,7 +243,7 @@ class SyntheticLoad:
     def __init__(self, admission: AdmissionController) -> None:
         self.admission = admission
         self.tickets = list[Ticket]()
-        self.now = 0.0
+        self.now = 100.0
 
     def round(self) -> None:
         """Answer all calls in progress, one after the other, after a second."""
@@ -249,6 +301,34 @@ def test_one_congestion_counts_once() -> None:
     assert load.admission.limit == int(limit * DECREASE)
     load.admission.congested(load.now + 1.0)
     assert load.admission.limit == int(limit * DECREASE * DECREASE)
+
+
+def test_congestions_within_the_mean_duration_of_a_call_are_one() -> None:
+    limit = ConcurrencyLimit(AdmissionLimits(start=1000))
+    for call_s in (1.0, 9.0):
+        limit.answered(call_s, busy=1)  # a mean of 1 + 8 / 8 seconds
+    for now, falls in ((0.0, True), (1.9, False), (2.0, True), (3.9, False)):
+        before = limit.permits
+        limit.congested(now)
+        assert (limit.permits < before) == falls
+
+
+def test_before_the_first_answer_each_congestion_counts() -> None:
+    limit = ConcurrencyLimit(AdmissionLimits(start=1000))
+    limit.congested(0.0)
+    limit.congested(0.1)
+    assert limit.permits == int(1000 * DECREASE * DECREASE)
+
+
+def test_after_a_congestion_it_takes_a_round_of_answers_to_add_one() -> None:
+    limit = ConcurrencyLimit(AdmissionLimits(start=100))
+    limit.congested(0.0)
+    seen = []
+    for _ in range(75):
+        limit.answered(1.0, busy=limit.permits)
+        seen.append(limit.permits)
+    assert seen == [70] * seen.count(70) + [71] * seen.count(71)
+    assert 69 <= seen.count(70) <= 72
 
 
 def test_a_call_that_ran_into_its_deadline_is_congestion_and_one_that_failed_is_not() -> None:

@@ -1,7 +1,10 @@
 """The nearest name does not depend on the other names on the ring, and names share the keys evenly."""
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +13,7 @@ from etude.gateway.routing.hash_ring import HashRing
 NAMES = [f"http://engine-{number}" for number in range(60)]
 
 
-def ring_of(names: list[str]) -> HashRing:
+def ring_of(names: Sequence[str]) -> HashRing:
     ring = HashRing()
     for name in names:
         ring.add(name)
@@ -29,6 +32,36 @@ def test_the_nearest_is_the_same_with_other_names_on_the_ring(key: str, names: l
         expected = ring_of(left).nearest(key, left)
         assert ring.nearest(key, left) == expected
         assert gone == nearest or expected == nearest, "who leaves moves its own keys only"
+
+
+@pytest.mark.parametrize("names", list(combinations(NAMES[:6], 2)))
+def test_two_names_have_the_same_keys_on_a_small_and_on_a_large_ring(names: list[str]) -> None:
+    """On a large ring a few names are compared by distance, also beyond the end of the turn."""
+    small, large = ring_of(names), ring_of(NAMES)
+    for number in range(400):
+        assert large.nearest(f"session-{number}", names) == small.nearest(f"session-{number}", names)
+
+
+def test_names_may_be_added_at_any_time() -> None:
+    whole, ring = ring_of(NAMES), ring_of(NAMES[:20])
+    ring.remove(NAMES[3])
+    for name in (NAMES[3], *NAMES[20:]):
+        ring.add(name)
+    assert len(ring) == len(whole) == 60
+    for number in range(200):
+        assert ring.nearest(f"session-{number}", NAMES) == whole.nearest(f"session-{number}", NAMES)
+
+
+def test_gateways_of_two_releases_choose_alike() -> None:
+    """During an update, gateways of both send a session to one engine."""
+    ring = ring_of(NAMES)
+    chosen = [NAMES.index(ring.nearest(f"session-{number}", NAMES)) for number in range(20)]
+    assert chosen == [31, 52, 6, 17, 40, 2, 28, 14, 42, 55, 41, 52, 8, 17, 30, 15, 45, 44, 30, 8]
+
+
+def test_keys_and_names_may_be_any_text() -> None:
+    ring = ring_of(["é", "\ud800"])
+    assert {ring.nearest(f"\ud800 {number}", ["é", "\ud800"]) for number in range(20)} == {"é", "\ud800"}
 
 
 def test_keys_are_shared_evenly() -> None:

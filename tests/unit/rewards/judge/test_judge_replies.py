@@ -26,10 +26,14 @@ def test_a_verdict_is_a_vote_bare_or_in_one_block_of_code() -> None:
     assert read(changed()) == vote
     assert read(f"\n  {changed()}\n") == vote
     assert read(f"```json\n{changed()}\n```") == vote
-    assert read(f"```\n{changed()}\n```") == vote
+    assert read(f"\n```\n{changed()}\n```\n") == vote
     assert read(f"<think>\nscore 5? no: {{}}\n</think>\n\n{changed()}") == vote
+    assert read(f"<think></think>\n```json\n{changed()}\n```\n") == vote
     assert read(changed().ljust(LONGEST_REPLY)) == vote
-    assert read(changed(score=None)) == Vote(score=None, reason="clear")
+    for score in (None, 1, 5):
+        assert read(changed(score=score)) == Vote(score=score, reason="clear")
+    turned = read_vote(changed(), style_rubric(), GIVEN, descending=True)
+    assert turned == Vote(score=4, reason="clear", descending=True)
 
 
 @pytest.mark.parametrize(

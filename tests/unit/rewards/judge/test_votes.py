@@ -41,6 +41,15 @@ def test_a_verdict_takes_more_than_half_of_the_votes_that_were_asked_for(scores:
         assert 0 <= judgement.value <= 1
 
 
+@pytest.mark.parametrize(
+    ("blank", "scored", "faults", "declined"),
+    [(0, 0, 0, False), (1, 0, 0, True), (2, 2, 0, False), (2, 1, 1, False), (3, 2, 0, True), (3, 1, 1, True)],
+)
+def test_more_than_half_of_all_votes_decline(blank: int, scored: int, faults: int, *, declined: bool) -> None:
+    replies = votes(*[None] * blank, *[3] * scored) + [ReplyFault.NOT_JSON] * faults
+    assert tally(style_rubric(), replies).is_declined == declined
+
+
 @given(SCORES.filter(lambda scores: len(scores) % 2 == 1 and len(scores) > 1), st.integers(0, 8))
 def test_a_vote_that_was_talked_round_moves_the_median_by_one_place_at_most(scores: list[int], who: int) -> None:
     changed = list(scores)

@@ -1,5 +1,6 @@
 """The parts of a reward: errors of sources, and changes that a run may not make."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ def test_behaviours_are_checked_by_name_version_and_range() -> None:
     check_behaviours(reward(TESTS, ASKING))
     for change, text in (
         ({"source": "behaviour.rudeness"}, "there is no 'behaviour.rudeness': expected one of asking, "),
+        ({"source": "behaviour.asking.twice"}, r"there is no 'behaviour\.asking\.twice'"),
         ({"version": 2}, "was written for version 2 of 'behaviour.asking', which is 1 here"),
         ({"range": (0.0, 2.0)}, "promises what never happens"),
         ({"source": "behaviour.open_todos"}, "is missing where a harness has no word on it"),
@@ -54,11 +56,36 @@ def test_a_digest_is_of_all_that_decides_and_nothing_else() -> None:
     assert len({digest_of(made) for made in (one, *others)}) == len(others) + 1
 
 
+def test_a_specification_has_everything_but_the_name_and_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("async def length(work):\n    return 0.0\n", encoding="utf-8")
+    spec = reward_spec(reward(STYLE, TESTS | {"source": f"@{tmp_path}/mine.py:length"}), {"style": "abc"})
+    rest = {"version": 1, "range": [0.0, 1.0], "free": 0.0}
+    assert spec == {
+        "style": rest | {"source": "judge.style", "weight": 0.125, "missing": "wait", "rubric": "abc"},
+        "tests": rest | {"source": "@mine.py:length", "weight": 1.0, "missing": "error"},
+    }
+
+
 def test_differences_are_named() -> None:
     before = reward_spec(reward(TESTS, SHARE), {})
     now = reward_spec(reward(TESTS | {"weight": 2.0}, ASKING), {})
     assert differences(before, now) == ["'share' is gone", "'asking' is new", "'tests' has weight = 2.0 instead of 1.0"]
     assert differences(before, before) == []
+    gone, new = (reward_spec(reward(*(TESTS | {"name": name} for name in names)), {}) for names in ("dbca", "hfge"))
+    assert differences(gone, new) == [
+        *(f"{name!r} is gone" for name in "abcd"),
+        *(f"{name!r} is new" for name in "efgh"),
+    ]
+    newer = reward_spec(reward(*(TESTS | {"name": name, "version": 2} for name in "dbca")), {})
+    assert differences(gone, newer) == [f"{name!r} has version = 2 instead of 1" for name in "abcd"]
+    style = TESTS | {"name": "style", "version": 2}
+    assert differences(reward_spec(reward(STYLE), {"style": "abc"}), reward_spec(reward(style), {})) == [
+        "'style' has missing = 'error' instead of 'wait'",
+        "'style' has rubric = None instead of 'abc'",
+        "'style' has source = 'grader' instead of 'judge.style'",
+        "'style' has version = 2 instead of 1",
+        "'style' has weight = 1.0 instead of 0.125",
+    ]
 
 
 def test_a_recipe_says_what_its_reward_can_be() -> None:
