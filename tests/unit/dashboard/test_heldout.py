@@ -170,18 +170,19 @@ def test_rates_are_shown_in_percent_and_rewards_as_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heldout", "pass_at", "shown"),
+    ("before", "after", "pass_at", "shown"),
     [
-        (heldout_figures(BEFORE, AFTER), None, "full marks: 2 → 3"),
-        (heldout_figures(BEFORE, AFTER), 1.0, "full marks: 2 → 3"),
-        (heldout_figures(BEFORE, AFTER), 0.5, "0.5 or better: 2 → 3"),
-        (heldout_figures(BEFORE, None), 1.0, "full marks: 2"),
-        (heldout_figures(WHOLE, WHOLE), 1.0, ""),
+        (BEFORE, AFTER, None, "full marks: 2 → 3"),
+        (BEFORE, AFTER, 1.0, "full marks: 2 → 3"),
+        (BEFORE, AFTER, 0.5, "0.5 or better: 2 → 3"),
+        (BEFORE, None, 1.0, "full marks: 2"),
+        (WHOLE, WHOLE, 1.0, ""),
     ],
 )
 def test_the_passed_tasks_are_counted_beside_mean_rewards(
-    heldout: dict[str, Json], pass_at: float | None, shown: str
+    before: EvalDone, after: EvalDone | None, pass_at: float | None, shown: str
 ) -> None:
+    heldout = heldout_figures(before, after)
     assert full_marks({"heldout": heldout, "config": {"eval": {"pass_at": pass_at}}}, "sampled") == shown
 
 

@@ -173,6 +173,13 @@ def test_nothing_has_no_mean() -> None:
         difference_of([], [], [])
 
 
+def test_only_a_difference_of_rates_has_bounds() -> None:
+    rates, amounts = [0.0, 1.0, 0.0, 1.0], [0.0, 9.0, 9.0, 0.0]
+    assert difference_of(rates, rates[::-1], own(rates)).low == -1
+    assert difference_of(amounts, rates, own(rates)).low < -1
+    assert difference_of(rates, amounts, own(rates)).high > 1
+
+
 def test_a_difference_is_of_the_same_tasks() -> None:
     with pytest.raises(ValueError, match="longer"):
         difference_of([0.0], [0.0, 1.0], ["a"])
