@@ -51,8 +51,9 @@ BOUNDS: dict[str, dict[str, float]] = {
     **dict.fromkeys(("ratio", "geometric"), MASK),
     "off_policy": {"divergence": 0.2},
 }
-MASKS: tuple[MaskKind, ...] = ("none", "ratio", "geometric", "off_policy")
 Case: TypeAlias = dict[str, Any]
+DUAL: Case = {"kind": "ppo_clip", "dual_clip": 1.35}
+MASKS: tuple[MaskKind, ...] = ("none", "ratio", "geometric", "off_policy")
 GRID: list[Case] = [
     {"kind": kind, "correction": correction, "sequence_mask": mask, "old_policy": old}
     for kind in BASELINES
@@ -387,16 +388,99 @@ def test_a_microbatch_without_tokens_adds_nothing() -> None:
         assert (float(result.loss.detach()), result.truncated, result.masked) == (0.0, 0, 0)
 
 
-@pytest.mark.parametrize(("advantage", "masked"), [(1.0, 1), (0.0, 0)])
-def test_a_token_without_an_advantage_has_nothing_to_clip(advantage: float, masked: int) -> None:
-    tokens = LossTokens(
-        logprobs_N=torch.tensor([-0.1]),
-        engine_logprobs_N=torch.tensor([-3.0]),
-        advantages_N=torch.tensor([advantage]),
+def one_token(policy: float, engine: float, advantage: float) -> LossTokens:
+    """One token with these log-probabilities."""
+    return LossTokens(
+        logprobs_N=torch.tensor([policy], dtype=torch.float64, requires_grad=True),
+        engine_logprobs_N=torch.tensor([engine], dtype=torch.float64),
+        advantages_N=torch.tensor([advantage], dtype=torch.float64),
         trajectories_N=torch.tensor([0]),
     )
-    config = make_config({"kind": "ppo_clip", "correction": "none"})
+
+
+@pytest.mark.parametrize(
+    ("case", "policy", "engine", "advantage", "masked"),
+    [
+        ({"kind": "ppo_clip"}, -0.1, -3.0, 1.0, 1),
+        ({"kind": "ppo_clip"}, -0.1, -3.0, 0.0, 0),
+        ({"kind": "ppo_clip"}, -3.0, -0.1, -1.0, 1),
+        ({"kind": "ppo_clip"}, -3.0, -0.1, 0.0, 0),
+        (DUAL, -0.1, -3.0, -1.0, 1),
+        (DUAL, -0.1, -3.0, 0.0, 0),
+        ({"kind": "dppo"}, -0.1, -3.0, 1.0, 1),
+        ({"kind": "dppo"}, -0.1, -3.0, 0.0, 0),
+    ],
+)
+def test_a_token_without_an_advantage_has_nothing_to_clip(
+    case: Case, policy: float, engine: float, advantage: float, masked: int
+) -> None:
+    config = make_config(case | {"correction": "none"})
+    tokens = one_token(policy, engine, advantage)
     assert policy_loss(tokens, config, Totals(tokens=1, trajectories=1)).masked == masked
+
+
+@pytest.mark.parametrize(
+    ("case", "ratio", "advantage", "bounded"),
+    [
+        ({"kind": "ppo_clip"}, 2.0, 3.0, 1.3),
+        ({"kind": "ppo_clip"}, 2.0, -3.0, 2.0),
+        ({"kind": "ppo_clip"}, 0.5, 3.0, 0.5),
+        ({"kind": "ppo_clip"}, 0.5, -3.0, 0.8),
+        (DUAL, 2.0, 3.0, 1.3),
+        (DUAL, 2.0, -3.0, 1.35),
+        (DUAL, 0.5, -3.0, 0.8),
+        ({"kind": "gspo"}, 2.0, 3.0, 1.03),
+        ({"kind": "gspo"}, 0.5, -3.0, 0.98),
+    ],
+)
+def test_a_clip_bounds_a_ratio_in_the_direction_of_its_advantage(
+    case: Case, ratio: float, advantage: float, bounded: float
+) -> None:
+    tokens = one_token(math.log(ratio) - 1, -1.0, advantage)
+    result = policy_loss(tokens, make_config(case | {"correction": "none"}), Totals(tokens=1, trajectories=1))
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-bounded * advantage)
+    assert tokens.logprobs_N.grad is not None
+    assert tokens.logprobs_N.grad.item() == pytest.approx(-ratio * advantage if bounded == ratio else 0.0)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(2.0, 1.3), (1.1, 1.1), (0.5, 0.8)])
+@pytest.mark.parametrize("advantage", [3.0, -3.0])
+def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio: float, weight: float, advantage: float) -> None:
+    tokens = one_token(math.log(ratio) - 1, -1.0, advantage)
+    config = make_config({"kind": "cispo", "correction": "none"})
+    result = policy_loss(tokens, config, Totals(tokens=1, trajectories=1))
+    result.loss.backward()
+    assert tokens.logprobs_N.grad is not None
+    assert tokens.logprobs_N.grad.item() == pytest.approx(-weight * advantage)
+    assert (result.truncated, result.masked) == (int(weight != ratio), 0)
+
+
+EXP = float(torch.tensor(0.25, dtype=torch.float64).exp())
+"""A ratio whose logarithm is exact."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "policy", "advantage"),
+    [
+        ("ppo_clip", {"clip_high": EXP - 1}, 0.25, 1.0),
+        ("ppo_clip", {"clip_low": 0.0}, 0.0, -1.0),
+        ("ppo_clip", {"dual_clip": EXP}, 0.25, -1.0),
+        ("gspo", {"clip_high": EXP - 1}, 0.25, 1.0),
+        ("cispo", {"clip_high": EXP - 1}, 0.25, 1.0),
+        ("cispo", {"clip_low": 0.0}, 0.0, 1.0),
+        ("dppo", {"clip_high": EXP - 1}, 0.25, 1.0),
+        ("dppo", {"clip_low": 0.0}, 0.0, -1.0),
+    ],
+)
+def test_a_ratio_at_a_bound_is_within_it(kind: str, bounds: Case, policy: float, advantage: float) -> None:
+    config = LossConfig.model_validate({"kind": kind, "correction": "none", "options": bounds})
+    tokens = one_token(policy, 0.0, advantage)
+    result = policy_loss(tokens, config, Totals(tokens=1, trajectories=1))
+    result.loss.backward()
+    assert (result.truncated, result.masked) == (0, 0)
+    assert tokens.logprobs_N.grad is not None
+    assert tokens.logprobs_N.grad.item() == pytest.approx(-advantage * math.exp(policy))
 
 
 def test_an_absurd_ratio_is_cut_and_not_made_into_nan() -> None:

@@ -61,7 +61,7 @@ def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str
 
 def kind_of(template: str) -> str:
     """The prefix of a template's name: ``comp`` of ``comp|even|double {x}|sum``, a project of ``project:module``."""
-    return re.split(r"[|:/]", template, maxsplit=1)[0]
+    return re.split(r"[|:/]", template)[0]
 
 
 def pays_fractions(done: EvalDone) -> bool:
@@ -216,13 +216,10 @@ def full_marks(report: Mapping[str, Json], mode: str) -> str:
 def about_errors(report: Mapping[str, Json]) -> str:
     """Explain what the standard errors of held-out figures cover; empty if there are none."""
     templates, tasks = number_at(report, "heldout.templates"), number_at(report, "heldout.n")
-    if templates is None or number_at(report, "heldout.stderr") is None:
+    if templates is None or tasks is None or number_at(report, "heldout.stderr") is None:
         return ""
-    over = (
-        f"{formatting.count(templates)} templates"
-        if 1 < templates < (tasks or 0)
-        else f"{formatting.count(tasks)} tasks"
-    )
+    of_templates = 1 < templates < tasks
+    over = f"{formatting.count(templates)} templates" if of_templates else f"{formatting.count(tasks)} tasks"
     return (
         f"± is one standard error over {over}; runs of other seeds have the same held-out tasks, so their mean is no "
         f"surer of other tasks"

@@ -47,8 +47,8 @@ def held_arm(table: RoutingTable, engine: int, engines: int) -> Arm:
     newest = tried or table.live
     rank = sorted(range(engines), key=lambda index: _place(newest.digest, index)).index(engine)
     if tried is not None:
-        number = round(tried.share * engines) if table.canary is not None else 1
-        return tried if rank < min(max(number, 1), engines - 1) else table.live
+        number = max(round(tried.share * engines), 1)  # one for a shadow, which has no share of the users
+        return tried if rank < min(number, engines - 1) else table.live
     return table.fallback if table.fallback is not None and engines > 1 and rank == engines - 1 else table.live
 
 

@@ -50,9 +50,9 @@ def correct(
     """
     with torch.no_grad():
         correction = _weigh(log_ratios_N, trajectories_N, config)
-        if config.sequence_mask == "none":
-            return correction
         kept_N = _keep(log_ratios_N, gaps_N, advantages_N, trajectories_N, config)
+        if kept_N is None:
+            return correction
         return Correction(
             torch.where(kept_N, correction.weights_N, 0.0),
             correction.truncated_N,
@@ -80,7 +80,8 @@ def _weigh(log_ratios_N: Tensor, trajectories_N: Tensor, config: LossConfig) -> 
 
 def _keep(
     log_ratios_N: Tensor, gaps_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, config: LossConfig
-) -> Tensor:
+) -> Tensor | None:
+    """[N] mask of tokens that the sequence mask keeps; ``None`` without one."""
     match config.mask_options:
         case RatioMaskOptions(floor=floor, cap=cap):
             return within(trajectory_sums(log_ratios_N, trajectories_N), floor, cap)
@@ -89,7 +90,7 @@ def _keep(
         case OffPolicyMaskOptions(divergence=divergence):
             return on_policy_or_good(gaps_N, advantages_N, trajectories_N, divergence)
         case _:
-            return torch.ones_like(trajectories_N, dtype=torch.bool)
+            return None
 
 
 def uncorrected(log_ratios_N: Tensor) -> Correction:

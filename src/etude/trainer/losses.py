@@ -298,8 +298,9 @@ def _clip(ratios_N: Tensor, x: LossInput) -> Surrogate:
     (arXiv 1912.09729, equation 5; ``delta`` in TRL) it has none either where A < 0 and r > c: max(min(r A, clip(r) A),
     c A).
     """
-    low, high = 1 - x.bounds.clip_low, 1 + x.bounds.clip_high
-    dual = x.bounds.dual_clip if isinstance(x.bounds, DualClippedOptions) else 0.0
+    bounds = x.config.options
+    assert isinstance(bounds, DualClippedOptions), x.config.kind
+    low, high, dual = 1 - bounds.clip_low, 1 + bounds.clip_high, bounds.dual_clip
     advantages_N = x.tokens.advantages_N
     outside_N = ((advantages_N > 0) & (ratios_N > high)) | ((advantages_N < 0) & (ratios_N < low))
     bounded_N = torch.where(outside_N, ratios_N.detach().clamp(low, high), ratios_N)

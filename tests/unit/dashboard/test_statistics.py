@@ -52,6 +52,11 @@ def test_the_exact_interval_is_that_of_the_tables(passed: int, tasks: int, low: 
     assert exact_interval(passed, tasks) == pytest.approx((low, high), abs=2e-5)
 
 
+@pytest.mark.parametrize("tasks", [1, 10])
+def test_the_exact_interval_of_none_or_all_ends_at_0_or_1(tasks: int) -> None:
+    assert (exact_interval(0, tasks)[0], exact_interval(tasks, tasks)[1]) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize("rate", [0.02, 0.3, 0.5, 0.97])
 def test_the_exact_interval_covers_in_95_percent_of_cases_or_more(rate: float) -> None:
     tasks = 25
@@ -166,6 +171,18 @@ def test_nothing_has_no_mean() -> None:
         mean_of([], [])
     with pytest.raises(ValueError, match="no task in common"):
         difference_of([], [], [])
+
+
+def test_only_a_difference_of_rates_has_bounds() -> None:
+    rates, amounts = [0.0, 1.0, 0.0, 1.0], [0.0, 9.0, 9.0, 0.0]
+    assert difference_of(rates, rates[::-1], own(rates)).low == -1
+    assert difference_of(amounts, rates, own(rates)).low < -1
+    assert difference_of(rates, amounts, own(rates)).high > 1
+
+
+def test_a_difference_is_of_the_same_tasks() -> None:
+    with pytest.raises(ValueError, match="longer"):
+        difference_of([0.0], [0.0, 1.0], ["a"])
 
 
 def test_an_interval_over_templates_is_that_of_their_means_where_they_are_of_one_size() -> None:

@@ -39,6 +39,15 @@ def test_masks_believe_a_ratio_or_leave_the_token_out() -> None:
     assert within(LOGS, 0.5, 2.0).tolist() == [True, False, False, True]
 
 
+def test_a_ratio_at_a_bound_is_within_it() -> None:
+    one = torch.zeros(1, dtype=torch.float64)
+    for correction in (truncated(one, 1.0), masked(one, 1.0, 1.0)):
+        assert correction.weights_N.tolist() == [1.0]
+        assert not correction.truncated_N.any()
+        assert not correction.masked_N.any()
+    assert on_policy_or_good(-torch.ones(1), -torch.ones(1), torch.tensor([0]), 1.0).all()
+
+
 def test_sums_and_means_stay_in_their_trajectory() -> None:
     half = math.log(3.0) / 2
     assert trajectory_sums(LOGS, TRAJECTORIES).tolist() == [2 * half, 2 * half, *LOGS.tolist()[2:]]
@@ -47,7 +56,7 @@ def test_sums_and_means_stay_in_their_trajectory() -> None:
 
 def test_only_a_bad_trajectory_that_was_left_behind_is_masked() -> None:
     """δ = 1 nat: number 1 has been left by ln 4 = 1.4 nats."""
-    for advantage, remaining in ((-1.0, [True, True, False, True]), (1.0, [True] * 4)):
+    for advantage, remaining in ((-1.0, [True, True, False, True]), (0.0, [True] * 4), (1.0, [True] * 4)):
         advantages = torch.full_like(LOGS, advantage)
         assert on_policy_or_good(LOGS, advantages, TRAJECTORIES, 1.0).tolist() == remaining
     assert on_policy_or_good(LOGS, -torch.ones_like(LOGS), TRAJECTORIES, 1.4).all()

@@ -16,7 +16,6 @@ from etude.weights.codecs.classes import CLASSES
 from etude.weights.codecs.codec import Changes, Codec, Frame, Segments
 from etude.weights.codecs.dense import DENSE
 from etude.weights.codecs.gaps import GAPS
-from etude.weights.codecs.streams import Stream
 from etude.weights.digest import Digest
 from etude.weights.frames import (
     MOST_NUMBERS,
@@ -395,22 +394,3 @@ def test_readers_of_streams_never_pass_an_end() -> None:
         assert kernels.read_gaps(stream, 100, positions) != kernels.INTACT
     assert kernels.read_gaps(kernels.readonly(np.array([50, 48], np.uint8)), 100, positions) == kernels.INTACT
     assert positions.tolist() == [50, 99]
-
-
-def test_a_long_stream_is_compressed_if_its_middle_is_worth_it() -> None:
-    size = 1 << 19
-    noise = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    zeros = np.zeros(size, np.uint8)
-    zeros_around = zeros.copy()
-    zeros_around[size // 2 :][: 1 << 16] = noise[: 1 << 16]
-    for content, is_compressed in ((noise, False), (zeros_around, False), (zeros, True)):
-        stream = Stream.of(content)
-        assert (len(stream.stored) < size) == is_compressed
-        assert stream.size == size and np.array_equal(stream.read(), content)
-
-
-def test_a_short_stream_is_compressed_if_that_is_shorter() -> None:
-    for content in (np.zeros(1000, np.uint8), np.arange(200, dtype=np.uint8)):
-        stream = Stream.of(content)
-        assert (len(stream.stored) < len(content)) == (not content.any())
-        assert np.array_equal(stream.read(), content) and not stream.read().flags.writeable

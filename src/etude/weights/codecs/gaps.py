@@ -45,7 +45,7 @@ class GapsCodec:
         """Encode changes of a chunk of ``elements`` numbers, without the numbers."""
         count = len(changes)
         positions, steps = readonly(changes.positions), readonly(changes.steps)
-        gaps = scratch.take("gaps", np.uint8, count + elements // kernels.GAP_LIMIT + 1)
+        gaps = scratch.take("gaps", np.uint8, count + elements // kernels.GAP_LIMIT)
         gaps = gaps[: kernels.write_gaps(positions, gaps)]
         if element.size_bytes == WIDEST:
             zigzags = scratch.take("numbers", np.uint32, count)

@@ -43,7 +43,7 @@ class Stream:
         """Store ``content``, compressed if that pays. Equal contents give equal bytes."""
         size = len(content)
         if size > _LONG_BYTES:
-            middle = content[size // 2 : size // 2 + _PROBE_BYTES]
+            middle = content[size // 2 :][:_PROBE_BYTES]
             if len(scratch.compressor.compress(middle.data)) > _WORTHWHILE * _PROBE_BYTES:
                 return cls(size=size, stored=content.tobytes())
         compressed = scratch.compressor.compress(content.data)
