@@ -301,8 +301,8 @@ class AdmissionController:
             self._forget_settled()
 
     def _forget_settled(self) -> None:
-        """Drop settled tickets, so that the earliest deadline is of a waiting call and the heap has at most twice as many
-        as wait, and ``SPARE_DEADLINES``.
+        """Drop settled tickets, so that the earliest deadline is of a waiting call and there are at most twice as many
+        as calls wait, and ``SPARE_DEADLINES``.
         """
         while self._deadlines and self._deadlines[0][2].state is not TicketState.WAITING:
             heapq.heappop(self._deadlines)
