@@ -22,6 +22,7 @@ from typing import NoReturn
 import orjson
 from setproctitle import setproctitle
 
+from etude.cli.imports import without_collections
 from etude.cli.main import main as run_etude
 from etude.errors import ExitCode
 from etude.run.launchers.fork_server import MESSAGE_BYTES, ForkOrder
@@ -114,12 +115,10 @@ def run_and_exit(arguments: Sequence[str]) -> NoReturn:
 def main() -> None:
     """Import, then fork until the launcher is gone; in a forked process, run its command."""
     setproctitle(f"{sys.executable} -m etude: fork server")  # the first call finds the memory of names in `os.environ`
-    gc.disable()  # collections during imports take a sixth of their time and free nothing
-    for module in IMPORTED:
-        import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection in a forked process would copy every page that it marks
-    gc.enable()
+    with without_collections():  # in a forked process they would also copy every page that they mark
+        for module in IMPORTED:
+            import_module(module)
+        gc.collect()
     server = os.getpid()
     order = serve(socket.socket(fileno=int(sys.argv[1])))
     if order is None:

@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from etude.cli.imports import without_collections
 from etude.errors import EtudeError, ExitCode, InfrastructureError
 from etude.storage import FIXES, FULL, fullest, storage_errno
 
@@ -83,7 +84,9 @@ class LazyGroup(TyperGroup):
 
 def load(name: str) -> TyperCommand | TyperGroup:
     """Import a command."""
-    command = get_command(import_module(f"etude.cli.commands.{COMMANDS[name][0]}").app)
+    with without_collections():
+        module = import_module(f"etude.cli.commands.{COMMANDS[name][0]}")
+    command = get_command(module.app)
     if isinstance(command, TyperGroup) and name in command.commands:
         command = command.commands[name]
     assert isinstance(command, TyperCommand | TyperGroup)

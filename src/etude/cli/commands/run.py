@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from etude.cli.imports import without_collections
 from etude.cli.options import Overrides, group
 from etude.config.data_paths import LIMIT_GIB
 from etude.config.tasks import SandboxKind
@@ -83,7 +84,8 @@ def run(
         return print_recipe(config)
     if machines is None or machines.launcher == "local":
         fork_server()
-    from etude.cli.commands.start_run import begin, begin_at
+    with without_collections():
+        from etude.cli.commands.start_run import begin, begin_at
 
     if at is None:
         return begin(config, machines, out)
