@@ -78,7 +78,7 @@ bench: bench-setup ## measure, print one JSON object; NAME=loop, weights, gatewa
 	@$(BIN)/python -m bench $(NAME) --json $(ARGS)
 
 docs: .venv/docs.stamp ## build the site of the documentation into site/; ARGS=serve shows it while you write
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet $(or $(ARGS),build)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet $(or $(ARGS),build)
 
 dist: .venv/dev.stamp ## build the wheel and the source distribution into dist/
 	@rm -rf dist && $(BIN)/uv --quiet build --no-build-isolation --python $(BIN)/python --out-dir dist && ls dist

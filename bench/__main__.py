@@ -6,6 +6,7 @@ object (:func:`bench.report.envelope`), ``table`` draws that object for people.
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = options_parser(name, bench).parse_args(given[1:])
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # asyncio takes that well
     try:
-        result = bench.run(options)
+        result = {"command": shlex.join(("python", "-m", "bench", *given))} | bench.run(options)
     except EtudeError as error:
         print(f"bench: {error}", file=sys.stderr)
         return ExitCode.FAILED if isinstance(error, InfrastructureError) else ExitCode.USER_ERROR
@@ -95,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
+    result = {"bench": name, "command": shlex.join(["python", "-m", "bench", *given]), **result}
     print(json.dumps(result, indent=2) if options.json else bench.table(result))
     return ExitCode.INTERRUPTED if result.get("interrupted") else 0
 

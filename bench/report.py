@@ -77,6 +77,8 @@ class Goal:
     name: str
     sense: Literal["at most", "at least"]
     goal: float
+    meaning: str
+    """One sentence that says which figure this is, with its unit."""
 
     def met(self, value: float) -> bool:
         """True if ``value`` meets the goal."""
@@ -85,7 +87,7 @@ class Goal:
     def judge(self, value: float | None, reason: str | None = None) -> dict[str, Json]:
         """The goal as printed; without a value it is not met, for ``reason``."""
         shown = None if value is None else round(value, 3)
-        judged: dict[str, Json] = {"value": shown, "goal": self.goal, "sense": self.sense}
+        judged: dict[str, Json] = {"meaning": self.meaning, "value": shown, "goal": self.goal, "sense": self.sense}
         judged["met"] = value is not None and self.met(value)
         return judged if value is not None else judged | {"reason": reason or "nothing to compare was measured"}
 

@@ -89,7 +89,7 @@ def _judged(goal: Row) -> str:
     words = ["not measured" if goal["value"] is None else str(goal["value"])]
     if goal["goal"] is not None:
         words += [f"goal {goal['sense']} {goal['goal']}", "met" if goal["met"] else "NOT met"]
-    text = ("value", "goal", "sense", "met")
+    text = ("meaning", "value", "goal", "sense", "met")
     words += [f"{key} {_listed(value)}" for key, value in goal.items() if key not in text and value is not None]
     return ", ".join(words)
 

@@ -4,7 +4,8 @@ The way of a page:
 
     docs/*.md ─────────────────────────────┐
     README, ARCHITECTURE, recipes/*/README ┼──▶ pages, their links turned to where the site has what they name
-    command line, public API, events ──────┘
+    command line, public API, events ──────┤
+    bench/results/*.json ──────────────────┘
 """
 
 import re
@@ -13,6 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from measured_pages import measured_pages
 from reference_pages import pages
 from site_links import ELSEWHERE, REPOSITORY, pictures_of, turn_links
 
@@ -27,7 +29,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, uri, content=text))
         for picture in pictures_of(document, text):
             files.append(File.generated(config, picture, abs_src_path=str(REPOSITORY / picture)))
-    for uri, text in pages().items():
+    for uri, text in {**pages(), **measured_pages()}.items():
         files.append(File.generated(config, uri, content=text))
     return files
 

@@ -57,7 +57,7 @@ def _parameter(parameter: Any) -> str:  # a class of typer's that is private
     names = ", ".join(f"`{each}`" for each in [*parameter.opts, *parameter.secondary_opts])
     shown = names if is_option else f"`{(parameter.metavar or parameter.name).upper()}`"
     needed = " Required." if is_option and parameter.required else ""
-    return f"| {shown} | {_cell(parameter.help or '')}{needed} |"
+    return f"| {shown} | {cell(parameter.help or '')}{needed} |"
 
 
 def _python() -> Iterator[str]:
@@ -76,21 +76,23 @@ def _events() -> Iterator[str]:
     yield "event and its fields. [Trackers](../trackers.md) get the same.\n"
     for event in get_args(Event):
         documented = dict(FIELD_DOC.findall(inspect.getsource(event)))
-        yield f"## `{event.__name__}`\n\n{_plain(inspect.getdoc(event) or '')}\n"
+        yield f"## `{event.__name__}`\n\n{plain(inspect.getdoc(event) or '')}\n"
         yield "| field | type | meaning |\n|---|---|---|"
         for field in fields(event):
             kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-            yield f"| `{field.name}` | `{_cell(str(kind))}` | {_cell(documented.get(field.name, ''))} |"
+            yield f"| `{field.name}` | `{cell(str(kind))}` | {cell(documented.get(field.name, ''))} |"
         yield ""
     yield "## Metrics of a step\n\nThe names in `StepDone.metrics`, in `report.json` (`curve`) and in trackers.\n"
     yield "| metric | unit | meaning |\n|---|---|---|"
     for name, metric in METRICS.items():
-        yield f"| `{name}` | {_cell(metric.unit)} | {_cell(metric.title)} |"
+        yield f"| `{name}` | {cell(metric.unit)} | {cell(metric.title)} |"
 
 
-def _cell(text: str) -> str:
-    return _plain(text).replace("|", "\\|").replace("\n", " ")
+def cell(text: str) -> str:
+    """A docstring's words in a cell of a table."""
+    return plain(text).replace("|", "\\|").replace("\n", " ")
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """A docstring as Markdown: its roles are names in code."""
     return re.sub(r":\w+:`~?(?:[\w]+\.)*(\w+)`", r"`\1`", re.sub(r"``", "`", inspect.cleandoc(text)))

@@ -26,6 +26,8 @@ ELSEWHERE = {
     },
 }
 """Document that does not lie in ``docs/`` → its page."""
+FOLDERS = {"bench/results": "measured/index.md"}
+"""Folder that has a page of its own on the site."""
 PICTURES = frozenset({".svg", ".png", ".gif"})
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?://|mailto:)([^)#\s]*)(#[^)\s]+)?\)")
 CODE = re.compile(r"^ *```.*?^ *```[^\n]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
@@ -50,7 +52,7 @@ def turn_links(text: str, uri: str, pages: Container[str], repo_url: str | None)
         if not target:
             return match[0]
         path = _path(document, target)
-        there = ELSEWHERE.get(path, path.removeprefix(DOCS) if path.startswith(DOCS) else path)
+        there = {**ELSEWHERE, **FOLDERS}.get(path, path.removeprefix(DOCS))
         if there in pages:
             return f"{mark}[{label}]({posixpath.relpath(there, posixpath.dirname(uri) or '.')}{anchor})"
         return f"[{label}]({repo_url.rstrip('/')}/blob/main/{path}{anchor})" if repo_url else label

@@ -75,6 +75,16 @@ class BurstOptions:
 
 QUICK = BurstOptions(requests=400, hosts=10, alive=4, rounds=1, scale=0.01, calibration_s=0.2)
 """Options that show that everything runs, in seconds."""
+SERVED = Goal(
+    "served",
+    "at least",
+    BurstOptions().requests,
+    "Sandboxes that are served when all are asked for at once; the worst burst.",
+)
+LOST_REQUESTS = Goal("lost_requests", "at most", 0.0, "Requests for a sandbox that got none; the worst burst.")
+DECISION_US = Goal(
+    "decision_us", "at most", 20.0, "Microseconds of a choice in the tables of a cluster; the slowest choice."
+)
 
 
 @dataclass(slots=True)
@@ -237,11 +247,9 @@ def _burst_row(result: BurstResult) -> dict[str, Json]:
 
 def judged(figures: BurstFigures, requests: int) -> dict[str, Json]:
     """Goals over all bursts, and over all choices."""
-    served, lost = Goal("served", "at least", requests), Goal("lost_requests", "at most", 0.0)
-    decision = Goal("decision_us", "at most", 20.0)
-    bursts, why = figures.bursts, figures.missing.get(WELL)
+    bursts, why, served = figures.bursts, figures.missing.get(WELL), replace(SERVED, goal=requests)
     return {
         served.name: served.judge_worst({case: float(each.served) for case, each in bursts.items()}, why),
-        lost.name: lost.judge_worst({case: float(each.lost) for case, each in bursts.items()}, why),
-        decision.name: decision.judge_worst(figures.choices),
+        LOST_REQUESTS.name: LOST_REQUESTS.judge_worst({case: float(each.lost) for case, each in bursts.items()}, why),
+        DECISION_US.name: DECISION_US.judge_worst(figures.choices),
     }

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from bench.report import Goal
 from etude.types import Finish, RolloutStatus
 
 STATES: Mapping[str, int] = MappingProxyType({"open": 0, "ready": 1, "claimed": 2, "consumed": 3, "dropped": 4})
@@ -22,18 +23,31 @@ ENDS = frozenset({"submit", "turns", "length", "context"})
 
 
 class Wrong(StrEnum):
-    """The goals of a campaign: how often each of these was found, which must be never."""
+    """Things that must not be."""
 
     LOST = "lost"
-    """A graded rollout or a committed step that is gone, or an admitted prompt that is neither trained, dropped for a
-    reason nor open.
-    """
     DOUBLE_TRAINED = "double_trained"
-    """A group or a task that more than one step was trained on."""
     INFRA_SCORED_ZERO = "infra_scored_zero"
-    """A rollout that failed by infrastructure and has a reward."""
     UNBOUNDED_WAITS = "unbounded_waits"
-    """Violation: a run neither continued nor ended with a named error in time."""
+
+
+NEVER = (
+    Goal(
+        Wrong.LOST.value,
+        "at most",
+        0.0,
+        "Graded rollouts, committed steps and admitted prompts that are gone without a reason.",
+    ),
+    Goal(Wrong.DOUBLE_TRAINED.value, "at most", 0.0, "Groups and tasks that more than one step was trained on."),
+    Goal(Wrong.INFRA_SCORED_ZERO.value, "at most", 0.0, "Rollouts that failed by infrastructure and have a reward."),
+    Goal(
+        Wrong.UNBOUNDED_WAITS.value,
+        "at most",
+        0.0,
+        "Times that a run neither continued nor ended with a named error in time.",
+    ),
+)
+"""The goals of a campaign: how often each was found."""
 
 
 @dataclass(frozen=True, slots=True)

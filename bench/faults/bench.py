@@ -34,7 +34,7 @@ from typing import Self
 
 import orjson
 
-from bench.faults.audit import Finding, Wrong, audit
+from bench.faults.audit import NEVER, Finding, Wrong, audit
 from bench.faults.chaos_run import Bounds, ChaosRun, FaultRecord, RunLog
 from bench.faults.database import Database, programs
 from bench.faults.evidence import read_evidence
@@ -48,7 +48,7 @@ from bench.faults.verdicts import CAMPAIGN, Verdict, VerdictStore
 from bench.fleet import machines
 from bench.fleet.audit import audit_at_home
 from bench.programs import environment
-from bench.report import Goal, envelope, so_far
+from bench.report import envelope, so_far
 from bench.tables import results_page
 from bench.tiny_recipe import GROUP_SIZE, tiny_recipe
 from etude.config.loading import dump_toml, parse_config
@@ -84,7 +84,6 @@ START_S = 600.0
 MEMORY = Path("/dev/shm")
 LINKS = (ENGINE, GATEWAY)
 """Processes behind a link."""
-GOALS = tuple(Goal(wrong.value, "at most", 0.0) for wrong in Wrong)
 _COLUMNS = ("case", "injected", "runs", "recovered", "went_on", "restarted", "resumed", "median_s", "longest_s")
 
 
@@ -392,7 +391,7 @@ def summary(verdicts: Sequence[Verdict], options: FaultOptions, noted: int = 0) 
         "results": list(rows_of(verdicts)),
         "endings": dict(Counter(_stripped(ending) for verdict in verdicts for ending in verdict.endings).most_common()),
         "findings": [*(f"run {run}: {finding.wrong}: {finding.what}" for run, finding in findings), *unfinished],
-        "goals": {goal.name: goal.judge(float(counts[Wrong(goal.name)])) for goal in GOALS},
+        "goals": {goal.name: goal.judge(float(counts[Wrong(goal.name)])) for goal in NEVER},
     }
 
 

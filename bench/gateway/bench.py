@@ -1,6 +1,6 @@
 """`bench gateway`: what our gateway costs beside LiteLLM's proxy and beside a proxy that does nothing.
 
-    load (gateway_load.py) ──▶ a contestant (gateway_contestants.py) ──▶ the same upstream (gateway_upstream.py)
+    load (load.py) ──▶ a contestant (contestants.py) ──▶ the same upstream (upstream.py)
 
 Everybody is asked the same conversations, whose every reply has N tokens. All contestants run from the start and are
 asked in turn, one at a time, so that a machine that slows down slows down all of them; a figure is the median over
@@ -48,9 +48,24 @@ MAX_LENGTH = 8192
 """Context of the model that the upstream pretends to be: a whole conversation fits."""
 WARM_UP_S = 0.3
 
-THROUGHPUT_VS_LITELLM = Goal("throughput_vs_litellm", "at least", 50.0)
-ADDED_LATENCY_VS_LITELLM = Goal("added_latency_vs_litellm", "at most", 0.05)
-THROUGHPUT_VS_BARE_PROXY = Goal("throughput_vs_bare_proxy", "at least", 0.5)
+THROUGHPUT_VS_LITELLM = Goal(
+    "throughput_vs_litellm",
+    "at least",
+    50.0,
+    "Calls per second of 64 callers with replies of 16 tokens, over those of LiteLLM's proxy.",
+)
+ADDED_LATENCY_VS_LITELLM = Goal(
+    "added_latency_vs_litellm",
+    "at most",
+    0.05,
+    "Median time that the gateway adds to a single caller's call, over what LiteLLM's proxy adds.",
+)
+THROUGHPUT_VS_BARE_PROXY = Goal(
+    "throughput_vs_bare_proxy",
+    "at least",
+    0.5,
+    "Calls per second of 64 callers with replies of 300 tokens, over those of a proxy that only forwards.",
+)
 _COLUMNS = ("contestant", "per_s", "cpu_us", "p50_ms", "p99_ms", "added_p50_ms", "added_p99_ms", "first_text_ms",
             "peak_bytes")  # fmt: skip
 

@@ -48,10 +48,15 @@ COMMAND_TIMEOUT_S = 15.0
 QUICK = ("exit on import", "equal to everything", "forged marks")
 """Attacks that are tried to see that everything runs."""
 
-ATTACKS_ACCEPTED = Goal("attacks_accepted", "at most", 0.0)
-HONEST_REJECTED = Goal("honest_rejected", "at most", 0.0)
-ATTACKS_UNGRADED = Goal("attacks_ungraded", "at most", 0.0)
-"""Attacks after which a grading came to no verdict: it would be tried again, for a better one."""
+ATTACKS_ACCEPTED = Goal(
+    "attacks_accepted", "at most", 0.0, "Attacks that our grader accepts, or that end without a verdict."
+)
+HONEST_REJECTED = Goal(
+    "honest_rejected", "at most", 0.0, "Honest solutions that our grader rejects, or that end without a verdict."
+)
+ATTACKS_UNGRADED = Goal(
+    "attacks_ungraded", "at most", 0.0, "Attacks after which our grader comes to no verdict and is asked again."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,22 @@ from etude.errors import UserError
 from etude.types import Json
 
 ETUDE, AT_NIGHT, WITHOUT = "étude", "half of them, at night", "nothing is lent"
-P95 = Goal("p95_vs_without", "at most", 1.05)
-IDLE = Goal("idle_used", "at least", 0.8)
-RECALL = Goal("recall_s", "at most", 2.0)
-LOST = Goal("lost", "at most", 0)
+P95 = Goal(
+    "p95_vs_without",
+    "at most",
+    1.05,
+    "95th percentile of production's time to the first token, over that without lending; the mean over seeds.",
+)
+IDLE = Goal(
+    "idle_used",
+    "at least",
+    0.8,
+    "Share of the idle time of production's machines in which rollouts use them; the mean over seeds.",
+)
+RECALL = Goal(
+    "recall_s", "at most", 2.0, "Seconds from calls that wait until a lent engine is gone; the slowest recall."
+)
+LOST = Goal("lost", "at most", 0, "Planned rollouts that are missing from the ledger after the recalls.")
 _COLUMNS = ("seed", "calls", "p50_s", "p95_s", "p99_s", "worst_p95_s", "waited", "idle_used", "returns")
 
 

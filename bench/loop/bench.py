@@ -36,10 +36,24 @@ from bench.tables import results_of, results_page
 from etude.run.folder import RunFolder
 from etude.types import Json
 
-ASYNC_VS_SYNC = Goal("async_vs_sync", "at least", 1.8)
-ASYNC_VS_TRL = Goal("async_vs_trl", "at least", 3.0)
-BUSY_TRAINER = Goal("busy_trainer", "at least", 0.9)
-BUSY_ENGINE = Goal("busy_engine", "at least", 0.9)
+ASYNC_VS_SYNC = Goal(
+    "async_vs_sync",
+    "at least",
+    1.8,
+    "Speed of the asynchronous loop over the synchronous one: to one held-out pass rate, else in rollouts per second.",
+)
+ASYNC_VS_TRL = Goal(
+    "async_vs_trl",
+    "at least",
+    3.0,
+    "Speed of the asynchronous loop over TRL's GRPOTrainer: to one held-out pass rate, else in rollouts per second.",
+)
+BUSY_TRAINER = Goal(
+    "busy_trainer", "at least", 0.9, "Share of the time in which the trainer of the asynchronous loop computes."
+)
+BUSY_ENGINE = Goal(
+    "busy_engine", "at least", 0.9, "Share of the time in which the engine of the asynchronous loop computes."
+)
 _COLUMNS = ("contestant", "rollouts_per_s", "trained_tokens_per_s", "busy_trainer", "busy_engine", "time_to_rate_s")
 
 

@@ -60,8 +60,18 @@ SKIPPED = STALENESS + 1
 STEPS, MARKS, TASKS = 20, 2, 128
 """Optimiser steps of each, versions of each that are measured, and held-out tasks on which."""
 SIDES = ("busy_trainer", "busy_engine")
-LEAST_BUSY = Goal(BUSY, "at least", 0.9)
-SPEED_UP = Goal("async_vs_sync", "at least", 1.8)
+LEAST_BUSY = Goal(
+    BUSY,
+    "at least",
+    0.9,
+    "Share of the time in which trainer and engine compute, with a core each; the lower of the two.",
+)
+SPEED_UP = Goal(
+    "async_vs_sync",
+    "at least",
+    1.8,
+    "Speed of the asynchronous loop to one held-out pass rate, over the synchronous one, with a core for each side.",
+)
 _COLUMNS = ("contestant", *SIDES, "waits_trainer", "step_s", "time_to_rate_s")
 
 

@@ -33,8 +33,12 @@ QUALITY = "loop-quality"
 """Name in the bench object."""
 FRESH, STALE = 0, 4
 """Weight versions that a trained token may be old."""
-SHORTFALL = Goal("staleness_shortfall", "at most", 0.02)
-"""Maximum loss of sampled pass rate from staleness, as a share of the tasks: two points."""
+SHORTFALL = Goal(
+    "staleness_shortfall",
+    "at most",
+    0.02,
+    "Sampled pass rate lost by training on rollouts of up to four versions ago, as a share of the tasks.",
+)
 _COLUMNS = ("seed", "max_staleness", "staleness_mean", "sampled", "greedy", "sampled_minus_fresh", "rl_s")
 
 

@@ -42,7 +42,12 @@ TOLERANCE = 1e-7
 SILENCE_S = 300.0
 WHEEL_VARIABLE = "ETUDE_VERL_WHEEL"
 """Names verl's wheel; else it lies in TRL's environment."""
-AGREE = Goal("agree", "at least", 1.0)
+AGREE = Goal(
+    "agree",
+    "at least",
+    1.0,
+    "Share of random batches on which loss and gradient are those of the other library; the worst case.",
+)
 _COLUMNS = ("contestant", "case", "agree", "batches", "loss", "gradient")
 
 

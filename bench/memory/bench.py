@@ -22,10 +22,10 @@ from bench.trainer.bench import TrainerOptions, bench_trainer
 from bench.trainer.contestants import Setup
 from etude.types import Json
 
-FORMULA_ERROR = Goal("formula_error", "at most", 0.05)
-"""Maximum error of the formula, as a share of the counted bytes."""
-PEAK_VS_TRL = Goal("peak_vs_trl", "at most", 0.5)
-"""Our peak over the lowest of the others'."""
+FORMULA_ERROR = Goal(
+    "formula_error", "at most", 0.05, "Error of `etude plan memory`, as a share of the counted bytes; the worst model."
+)
+PEAK_VS_TRL = Goal("peak_vs_trl", "at most", 0.5, "Peak memory of a training step, over the lowest of the others'.")
 CONTESTANTS = ("etude-fast", "transformers-padded", "trl-padded")
 VOCABULARY = BenchModel(
     name="dense, vocabulary of 151,936",

@@ -7,10 +7,18 @@ from bench.report import Goal
 from etude.simulation.figures import RunFigures
 from etude.types import Json
 
-BUSY_ERROR = Goal("busy_error", "at most", 0.1)
-"""The largest difference between a predicted busy share and the measured one, of trainer or engines."""
-STEP_TIME_ERROR = Goal("step_time_error", "at most", 0.1)
-"""The largest difference between predicted and measured seconds of a step, as a share of the measured ones."""
+BUSY_ERROR = Goal(
+    "busy_error",
+    "at most",
+    0.1,
+    "Difference between the predicted and the measured busy share, of trainer or engines; the largest.",
+)
+STEP_TIME_ERROR = Goal(
+    "step_time_error",
+    "at most",
+    0.1,
+    "Difference between predicted and measured seconds of a step, as a share of the measured ones; the largest.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,14 +23,25 @@ from etude.run.gpu_machine import GpuMachine
 from etude.run.roofline import DecodeStep, Rates, TrainingStep
 from etude.types import Json
 
-BANDWIDTH = Goal("decode_bandwidth_share", "at least", 0.6)
-"""Qwen3-8B, 64 sequences of 8,192, of the bandwidth of copies."""
-MFU = Goal("mfu", "at least", 0.4)
-"""Qwen3-8B, activations recomputed, of the peak of products."""
-CACHE = Goal("kv_bytes_vs_least", "at most", 1.15)
-"""Bytes of the cache that the kernel asks for over those that the sequences have."""
-WAITS = Goal("host_waits_per_step", "at most", 1.0)
-"""Times that the host waits for the device in a decode step."""
+BANDWIDTH = Goal(
+    "decode_bandwidth_share",
+    "at least",
+    0.6,
+    "Predicted share of a GPU's copy bandwidth that decoding reaches: Qwen3-8B, 64 sequences of 8,192 tokens.",
+)
+MFU = Goal(
+    "mfu",
+    "at least",
+    0.4,
+    "Predicted share of a GPU's peak of products that training reaches: Qwen3-8B, activations recomputed.",
+)
+CACHE = Goal(
+    "kv_bytes_vs_least",
+    "at most",
+    1.15,
+    "Bytes of the key-value cache that the attention kernel reads, over those that the sequences have.",
+)
+WAITS = Goal("host_waits_per_step", "at most", 1.0, "Times that the host waits for the device in a decode step.")
 COUNTS = Path(__file__).parents[2] / "tests" / "support" / "decode_counts.py"
 PASS_TOKENS = 16_384
 

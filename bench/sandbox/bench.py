@@ -72,12 +72,34 @@ FORK_GOAL_MS = 300.0
 Case = TypeVar("Case")
 Figure = TypeVar("Figure")
 
-START_EXEC_VS_CRUN = Goal("ns start + exec vs crun", "at least", 2.0)
-START_VS_BWRAP = Goal("start_vs_bwrap_overlay", "at most", 0.5)
-STARTS_VS_PODMAN = Goal("starts_vs_podman", "at least", 5.0)
-ALIVE = Goal("alive", "at least", 1000.0)
-LEAKED = Goal("leaked", "at most", 0.0)
-FORK_VS_BOOT = Goal("vm_fork_vs_cold_boot", "at least", 20.0)
+START_EXEC_VS_CRUN = Goal(
+    "ns start + exec vs crun", "at least", 2.0, "Median time until a sandbox has run `true`, crun's over ours."
+)
+START_VS_BWRAP = Goal(
+    "start_vs_bwrap_overlay",
+    "at most",
+    0.5,
+    "Median time until a sandbox has run `true` and is removed, over that of bubblewrap with an overlay.",
+)
+STARTS_VS_PODMAN = Goal(
+    "starts_vs_podman",
+    "at least",
+    5.0,
+    "Sandboxes started per second, over podman's; the worst of one and two at a time.",
+)
+ALIVE = Goal("alive", "at least", 1000.0, "Sandboxes that exist at once and all answer.")
+LEAKED = Goal(
+    "leaked",
+    "at most",
+    0.0,
+    "Processes, mounts, control groups and folders that are left after thousands of sandboxes.",
+)
+FORK_VS_BOOT = Goal(
+    "vm_fork_vs_cold_boot",
+    "at least",
+    20.0,
+    "Median time to boot a virtual machine, over the time to fork one, both until a command has run.",
+)
 _COLUMNS = ("contestant", "ran_ms", "ran_p90_ms", "ran_min_ms", "whole_ms", "clean_ms", "per_s", "cpu_ms", "mb_each",
             "mb_own")  # fmt: skip
 

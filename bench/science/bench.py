@@ -36,8 +36,12 @@ from etude.errors import UserError
 from etude.types import Json
 
 RECIPE = Path(__file__).with_name("run.toml")
-SHORTFALL = Goal("staleness_shortfall", "at most", ALIKE)
-"""Maximum loss of sampled pass rate from rollouts that are up to four versions old."""
+SHORTFALL = Goal(
+    "staleness_shortfall",
+    "at most",
+    ALIKE,
+    "Sampled pass rate lost by training on rollouts of up to four versions ago, as a share of the tasks.",
+)
 BROKEN = 0.5
 """A trial is broken once its rewards are below this share of the best that they were, both of ``WINDOW`` steps."""
 WINDOW = 5

@@ -39,8 +39,8 @@ PROGRESS_S = 10.0
 """Between two lines of progress."""
 MOST_LISTED = 20
 """Failing seeds whose violations are listed."""
-VIOLATIONS = Goal("violations", "at most", 0)
-DETECTED = Goal("planted_found", "at least", len(PLANTED))
+VIOLATIONS = Goal("violations", "at most", 0, "Violations of the rules of a run, over all seeds.")
+DETECTED = Goal("planted_found", "at least", len(PLANTED), "Planted bugs that a seed finds.")
 _COLUMNS = ("case", "injected", "runs")
 
 

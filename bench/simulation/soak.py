@@ -48,10 +48,15 @@ RECORDS = ("/bench/simulation/", "/bench/faults/", "/etude/simulation/", "/etude
 """Source files of the simulation, which keep records for the auditor."""
 MOST_LISTED = 8
 """Most places in the code that are listed with their growth."""
-VIOLATIONS = Goal("violations", "at most", 0)
-HANDLES, TASKS = Goal("handles_grown", "at most", 0), Goal("tasks_grown", "at most", 0)
-MEMORY_KIB = Goal("memory_kib_per_hour", "at most", 64)
-"""Growth of production's code: a hundred bytes for each rollout of an hour."""
+VIOLATIONS = Goal("violations", "at most", 0, "Violations of the rules of a run.")
+HANDLES = Goal(
+    "handles_grown", "at most", 0, "Open handles by which the lowest count grows from the first third to the last."
+)
+TASKS = Goal("tasks_grown", "at most", 0, "Tasks by which the lowest count grows from the first third to the last.")
+MEMORY_KIB = Goal(
+    "memory_kib_per_hour", "at most", 64, "KiB by which the memory of production's code grows per virtual hour."
+)
+"""A hundred bytes for each rollout of an hour."""
 _COLUMNS = ("hour", "rss_mib", "traced_mib", "handles", "tasks", "ledger_mib", "steps", "restarts")
 
 

@@ -37,12 +37,14 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Contestant → the arguments of Python."""
-HELP_CPU_S = Goal("help_cpu_s", "at most", 0.15)
-"""Processor time of `etude --help`."""
-COMMAND_HELP_CPU_S = Goal("command_help_cpu_s", "at most", 0.35)
-"""Processor time of `etude run --help`, whose options need the kinds of sandboxes."""
-FIRST_STEP_S = Goal("first_step_s", "at most", 5)
-"""Time from `etude run quickstart` to its first training step."""
+HELP_CPU_S = Goal("help_cpu_s", "at most", 0.15, "Processor seconds of `etude --help`.")
+COMMAND_HELP_CPU_S = Goal(
+    "command_help_cpu_s",
+    "at most",
+    0.35,
+    "Processor seconds of `etude run --help`, whose options need the kinds of sandboxes.",
+)
+FIRST_STEP_S = Goal("first_step_s", "at most", 5, "Seconds from `etude run quickstart` to its first training step.")
 POLL_S = 0.02
 """Interval at which the events of a run are read."""
 LIMIT_S = 120.0

@@ -50,10 +50,25 @@ STEP_DEADLINE_S = 120.0
 PROBE_S = 4.0
 """Per link."""
 
-BLOCKED = Goal("trainer_blocked_s", "at most", 0.01)
-PAUSE = Goal("pause_vs_reload", "at least", 20.0)
-COPIES = Goal("wan_copies_per_region", "at most", 1.05)
-BYTES = Goal("bytes_vs_xor", "at most", 0.5)
+BLOCKED = Goal(
+    "trainer_blocked_s",
+    "at most",
+    0.01,
+    "Seconds for which the trainer waits for its weights to be published; the longest step.",
+)
+PAUSE = Goal(
+    "pause_vs_reload",
+    "at least",
+    20.0,
+    "Time to load a checkpoint, over the pause of an engine for new weights; median of steps.",
+)
+COPIES = Goal(
+    "wan_copies_per_region",
+    "at most",
+    1.05,
+    "Bytes sent to a region, over those of the published change; the worst region, median of steps.",
+)
+BYTES = Goal("bytes_vs_xor", "at most", 0.5, "Bytes published per step, over those of XOR and zstd.")
 
 LARGE_MODEL_BYTES = 1e12
 LARGE_TRAINER_CORES, LARGE_RECEIVER_CORES = 16 * 32, 8 * 32

@@ -39,7 +39,12 @@ VARIABLES = {"bos_token": "<|bos|>", "eos_token": END, "pad_token": "<|pad|>", "
 COPIES = "_training.jinja"
 """Ending of TRL's copies of templates, with marks for losses."""
 TOOL = Tool(name="any")
-READ_BACK = Goal("read back", "at least", 95)
+READ_BACK = Goal(
+    "read back",
+    "at least",
+    95,
+    "Chat templates of llama.cpp, vLLM and TRL whose tool calls are read back from what they write.",
+)
 
 
 @dataclass(frozen=True, slots=True)

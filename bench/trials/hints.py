@@ -50,8 +50,12 @@ GONE = 0.05
 """Share of malformed calls below which the habit counts as gone."""
 LASTING = 3
 """Steps in a row over which that is measured: one batch may be lucky."""
-BETTER = 1.0
-"""Steps with hints over steps without, at most."""
+FEWER_STEPS = Goal(
+    "habit_steps_vs_reward_alone",
+    "at most",
+    1.0,
+    "Optimiser steps until the habit is gone with hints, over those with the reward alone; all seeds.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +122,7 @@ def bench_hints(
             trials.append(_trial(recipe, out, seed, chosen, overrides))
     figures: dict[str, Json] = {
         "results": [row for trial in trials for row in _rows(trial)],
-        "goals": {"habit_steps_vs_reward_alone": judged(trials)},
+        "goals": {FEWER_STEPS.name: judged(trials)},
     }
     seconds = sum(trial.seconds for trial in trials)
     return envelope("hints", seconds, figures, interrupted=measured.interrupted)
@@ -210,13 +214,12 @@ def judged(trials: Sequence[Trial]) -> dict[str, Json]:
     """Steps until the habit is gone, with hints over without, summed over seeds; a run in which it never was counts all
     of its steps, which makes the ratio an upper bound where only the reward alone did not get there.
     """
-    goal = Goal("habit_steps_vs_reward_alone", "at most", BETTER)
     taken = {name: [trial for trial in trials if trial.contestant == name] for name in (ALONE, HINTED)}
     steps = {name: [_steps(trial) for trial in chosen] for name, chosen in taken.items()}
     never = {name: sum(trial.steps_until_gone is None for trial in chosen) for name, chosen in taken.items()}
     ratio = sum(steps[HINTED]) / max(1, sum(steps[ALONE])) if not never[HINTED] else None
-    judged = goal.judge(ratio, "with hints the habit was not gone by the end")
-    judged["met"] = ratio is not None and ratio < BETTER
+    judged = FEWER_STEPS.judge(ratio, "with hints the habit was not gone by the end")
+    judged["met"] = ratio is not None and ratio < FEWER_STEPS.goal
     return judged | {
         "steps": _listed(steps),
         "never_gone": dict(never),

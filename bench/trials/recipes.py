@@ -34,8 +34,12 @@ from etude.types import Json
 RECIPES = Path("recipes")
 EXPECTED = "expected.json"
 WAYS = ("sampled", "greedy")
-BELOW = Goal("below", "at most", 0)
-"""Figures that are below their expected interval."""
+BELOW = Goal(
+    "below",
+    "at most",
+    0,
+    "Figures of recipes that were run again and are below the interval that the committed seeds predict.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,9 +36,21 @@ from etude.run.folder import RunFolder
 from etude.telemetry.log import EventLog
 from etude.types import Json
 
-OPEN_S = Goal("open_s", "at most", 1)
-FILTER_S = Goal("filter_s", "at most", 0.3)
-CPU_SHARE = Goal("cpu_share", "at most", 0.01)
+OPEN_S = Goal(
+    "open_s",
+    "at most",
+    1,
+    "Median seconds from the address of a long run to its first two charts, in a browser without a cache.",
+)
+FILTER_S = Goal(
+    "filter_s", "at most", 0.3, "Seconds from a query of the table of rollouts to its answer; the slowest query."
+)
+CPU_SHARE = Goal(
+    "cpu_share",
+    "at most",
+    0.01,
+    "Processor seconds of the server per second, with a page open on a run that makes a step a second.",
+)
 FILTERS: Mapping[str, str] = MappingProxyType(
     {
         "newest": "",

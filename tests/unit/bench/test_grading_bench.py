@@ -10,6 +10,7 @@ import pytest
 from bench.grading.attack import MODULE, STUB, TEST
 from bench.grading.bench import (
     ATTACKS,
+    ATTACKS_ACCEPTED,
     Case,
     GradingOptions,
     Outcome,
@@ -77,7 +78,8 @@ def test_goals_count_what_our_grader_got_wrong() -> None:
     outcomes = [outcome(attack, True, False), outcome(attack, False, False), outcome(honest, True, False)]
     goals = judged([*outcomes, Outcome(case=honest, errors={OURS[1]: "no room"})])
     assert goals["attacks_accepted"] == {
-        "value": 1, "goal": 0.0, "sense": "at most", "met": False, "each": {OURS[0]: 1, OURS[1]: 0}
+        "meaning": ATTACKS_ACCEPTED.meaning, "value": 1, "goal": 0.0, "sense": "at most", "met": False,
+        "each": {OURS[0]: 1, OURS[1]: 0},
     }  # fmt: skip
     rejected = goals["honest_rejected"]
     assert isinstance(rejected, dict)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.loop.bench import ASYNC_VS_SYNC, figures, judge_ratio, table
+from bench.loop.bench import ASYNC_VS_SYNC, ASYNC_VS_TRL, figures, judge_ratio, table
 from bench.loop.contestants import (
     ASYNCHRONOUS,
     CONTESTANTS,
@@ -92,7 +92,8 @@ def test_a_contestant_that_is_missing_says_why_and_is_not_compared() -> None:
     goals = result["goals"]
     assert isinstance(goals, dict)
     assert goals["async_vs_trl"] == {
-        "value": None, "goal": 3.0, "sense": "at least", "met": False, "reason": "nothing to compare was measured"
+        "meaning": ASYNC_VS_TRL.meaning, "value": None, "goal": 3.0, "sense": "at least", "met": False,
+        "reason": "nothing to compare was measured",
     }  # fmt: skip
     assert "no TRL here" in table({"bench": "loop", "date": date_utc(), "commit": "0", **result})
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bench.losses.bench import bench_losses, compare, losses_options, make_batch, our_loss, table
+from bench.losses.bench import AGREE, bench_losses, compare, losses_options, make_batch, our_loss, table
 from bench.losses.cases import CASES, Case
 from bench.trl_environment import VARIABLE
 from etude.config.training import LossConfig
@@ -37,7 +37,7 @@ def test_without_the_other_systems_nothing_is_said_to_agree(tmp_path: Path, monk
     result = bench_losses(losses_options(("trl",), quick=True))
     assert result["goals"] == {
         "agree": {
-            "value": None, "goal": 1.0, "sense": "at least", "met": False, "cases": 0,
+            "meaning": AGREE.meaning, "value": None, "goal": 1.0, "sense": "at least", "met": False, "cases": 0,
             "reason": "nothing to compare was measured",
         }
     }  # fmt: skip

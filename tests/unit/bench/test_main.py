@@ -54,4 +54,5 @@ def test_a_bench_prints_one_object_whatever_the_folder(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
+    assert result["command"] == f"python -m bench templates --from {tmp_path} --json"
     assert {"bench", "machine", "commit", "date", "seconds", "results", "goals"} <= result.keys()

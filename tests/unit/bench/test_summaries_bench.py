@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.trials.summaries import ARMS, START_OF, Trial, arm_config, bench_summaries, figures, table
+from bench.trials.summaries import ARMS, LIFT, START_OF, Trial, arm_config, bench_summaries, figures, table
 from etude.clock import date_utc
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
@@ -67,7 +67,8 @@ def test_the_worst_seed_decides_and_only_of_the_recipes_own_arm() -> None:
     assert isinstance(goals, dict)
     assert isinstance(rows, list)
     assert goals["lift"] == {
-        "value": 0.15, "goal": 0.2, "sense": "at least", "met": False, "each": {"seed 0": 0.7, "seed 1": 0.15},
+        "meaning": LIFT.meaning, "value": 0.15, "goal": 0.2, "sense": "at least", "met": False,
+        "each": {"seed 0": 0.7, "seed 1": 0.15},
     }  # fmt: skip
     assert goals["recall_gain"]["met"] is True  # type: ignore[index,call-overload]  # JSON
     shown = table({"bench": "summaries", "date": date_utc(), "commit": "0", **result})

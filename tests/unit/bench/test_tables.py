@@ -4,7 +4,7 @@ from bench.report import Goal
 from bench.tables import draw, page, results_of, results_page
 from etude.types import Json
 
-FASTER = Goal("faster", "at least", 2.0)
+FASTER = Goal("faster", "at least", 2.0, "Speed over theirs.")
 
 
 def result(**figures: Json) -> dict[str, Json]:

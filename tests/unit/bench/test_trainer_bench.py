@@ -60,9 +60,9 @@ def test_the_better_of_each_side_is_compared() -> None:
     ratio, share = judged["tokens_vs_transformers"], judged["peak_share"]
     assert isinstance(ratio, dict) and isinstance(share, dict)
     assert (ratio["value"], ratio["ours"], ratio["theirs"]) == (3.0, "etude-invariant", "transformers-padded")
-    assert (share["value"], share["met"]) == (0.1, None)
+    assert (share["value"], share["goal"], share["met"]) == (0.1, 0.6, False)
     on_card = goals(rows, on_card=True)["peak_share"]
-    assert isinstance(on_card, dict) and on_card["met"] is False
+    assert isinstance(on_card, dict) and (on_card["goal"], on_card["met"]) == (0.4, False)
 
 
 def test_without_transformers_the_goal_says_why_it_is_not_met() -> None:
