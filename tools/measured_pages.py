@@ -79,11 +79,15 @@ def _page(name: str, result: Result) -> Iterator[str]:
 def _goals(result: Result) -> Iterator[tuple[str, str, str, str]]:
     """Meaning, figure, goal, and met or not, of each goal."""
     for goal in cast(Mapping[str, Result], result["goals"]).values():
-        figure = "not measured" if goal["value"] is None else f"{goal['value']}"
+        figure = "not measured" if goal["value"] is None else _number(goal["value"])
         interval = goal.get("interval")
         if isinstance(interval, list):
-            figure += f" ({interval[0]} to {interval[1]})"
+            figure += f" ({_number(interval[0])} to {_number(interval[1])})"
         words = cell(str(goal["meaning"]))
         if "reason" in goal:
             words += f" {cell(str(goal['reason'])).capitalize()}."
-        yield words, figure, f"{goal['sense']} {goal['goal']}", "yes" if goal["met"] else "**no**"
+        yield words, figure, f"{goal['sense']} {_number(goal['goal'])}", "yes" if goal["met"] else "**no**"
+
+
+def _number(value: Json) -> str:
+    return f"{float(str(value)):,.7g}"
