@@ -189,20 +189,15 @@ def resources_of(command: str, fleet: FleetConfig) -> Resources:
     return Resources() if section is None else Resources(**section.model_dump())
 
 
-def devices_of(fleet: FleetConfig) -> list[str]:
-    """Recipe settings that follow from a fleet: ``auto`` would look for a GPU on this machine instead
-    of the fleet's.
+def settings_of(fleet: FleetConfig) -> list[str]:
+    """Recipe settings that follow from a fleet: its GPUs, and the rows of endpoints that its home region needs.
+
+    ``auto`` as a device would look for a GPU on this machine instead of the fleet's. Engines with GPUs get no
+    replicas: a recipe with several would divide the GPUs of one machine.
     """
     sections = {"train": "trainer.device", "serve": "engine.device"}
-    return [f'{key}="cuda"' for command, key in sections.items() if resources_of(command, fleet).gpus]
-
-
-def replicas_of(fleet: FleetConfig) -> list[str]:
-    """Recipe settings that give the run's endpoints one row for each engine and gateway at home.
-
-    Engines with GPUs are excluded: a recipe with several would divide the GPUs of one machine.
-    """
+    devices = [f'{key}="cuda"' for command, key in sections.items() if resources_of(command, fleet).gpus]
     if resources_of("serve", fleet).gpus:
-        return []
+        return devices
     home = fleet.home_region
-    return [f"engine.replicas={max(1, home.engines)}", f"gateway.replicas={home.gateways}"]
+    return [*devices, f"engine.replicas={max(1, home.engines)}", f"gateway.replicas={home.gateways}"]

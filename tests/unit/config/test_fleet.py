@@ -10,7 +10,7 @@ from etude.config.loading import default_recipe, load_fleet
 from etude.config.recipe import RunConfig
 from etude.config.training import ParallelConfig
 from etude.errors import ConfigError
-from etude.run.fleet_plan import devices_of, plan_loop, replicas_of
+from etude.run.fleet_plan import plan_loop, settings_of
 from etude.run.process_name import ProcessName
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "fleet"
@@ -120,5 +120,5 @@ def test_remote_sandboxes_have_a_server_or_a_host_of_the_fleet() -> None:
 
 def test_a_recipe_takes_from_its_fleet_what_one_machine_cannot_know() -> None:
     one, four = (load_fleet(EXAMPLES / f"{name}.toml") for name in ("one-machine", "four-machines"))
-    assert (devices_of(one), replicas_of(one)) == ([], ["engine.replicas=3", "gateway.replicas=1"])
-    assert (devices_of(four), replicas_of(four)) == (['trainer.device="cuda"', 'engine.device="cuda"'], [])
+    assert settings_of(one) == ["engine.replicas=3", "gateway.replicas=1"]
+    assert settings_of(four) == ['trainer.device="cuda"', 'engine.device="cuda"']

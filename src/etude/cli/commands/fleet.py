@@ -13,7 +13,7 @@ from etude.config.loading import load_fleet, load_recipe
 from etude.dashboard.terminal import light_table
 from etude.errors import ConfigError
 from etude.run.fleet_changes import change_fleet, save_fleet
-from etude.run.fleet_plan import devices_of, plan_loop, plan_phases, replicas_of
+from etude.run.fleet_plan import plan_loop, plan_phases, settings_of
 from etude.run.fleet_region import keep_region
 from etude.run.fleet_status import region_status, state_words
 from etude.run.folder import require_empty
@@ -72,7 +72,7 @@ def create(
     machines = load_fleet(fleet)
     url = _run_url(machines, fleet)
     settings = [f"ledger.url={json.dumps(ledger)}"] if ledger else []
-    config = load_recipe(recipe, [*overrides, *settings, *devices_of(machines), *replicas_of(machines)])
+    config = load_recipe(recipe, [*overrides, *settings, *settings_of(machines)])
     plan_loop(config, machines, url)  # raises before there is a run
     folder = create_run(url, config, tell=print)
     save_fleet(folder, machines)

@@ -9,7 +9,7 @@ from pathlib import Path
 from etude.config.fleet import FleetConfig
 from etude.config.loading import load_fleet, load_recipe
 from etude.config.recipe import RunConfig
-from etude.run.fleet_plan import devices_of, replicas_of
+from etude.run.fleet_plan import settings_of
 
 
 def read_recipe(recipe: Path, settings: Sequence[str], fleet: Path | None) -> tuple[RunConfig, FleetConfig | None]:
@@ -20,4 +20,4 @@ def read_recipe(recipe: Path, settings: Sequence[str], fleet: Path | None) -> tu
     if fleet is None:
         return load_recipe(recipe, settings), None
     machines = load_fleet(fleet)
-    return load_recipe(recipe, [*settings, *devices_of(machines), *replicas_of(machines)]), machines
+    return load_recipe(recipe, [*settings, *settings_of(machines)]), machines
