@@ -66,7 +66,7 @@ def _mentions(name: str) -> str:
 def _page(name: str, result: Result) -> Iterator[str]:
     module, machine = module_of(name), cast(Result, result["machine"])
     about = plain(inspect.getdoc(module) or "").removeprefix(f"`bench {name}`: ")
-    yield f"# {BENCHES[name][1][0].upper()}{BENCHES[name][1][1:]}\n\n{about[0].upper()}{about[1:]}\n"
+    yield f"# {_sentence(BENCHES[name][1])}\n\n{_sentence(about)}\n"
     yield f"    {result['command']}\n"
     described = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in machine.items())
     yield f"{str(result['date'])[:10]}, commit `{result['commit']}`, {result['seconds']} seconds. {described}.\n"
@@ -85,8 +85,13 @@ def _goals(result: Result) -> Iterator[tuple[str, str, str, str]]:
             figure += f" ({_number(interval[0])} to {_number(interval[1])})"
         words = cell(str(goal["meaning"]))
         if "reason" in goal:
-            words += f" {cell(str(goal['reason'])).capitalize()}."
+            words += f" {_sentence(cell(str(goal['reason'])))}."
         yield words, figure, f"{goal['sense']} {_number(goal['goal'])}", "yes" if goal["met"] else "**no**"
+
+
+def _sentence(text: str) -> str:
+    """``text`` with a capital at its start, and all others as they are."""
+    return text[:1].upper() + text[1:]
 
 
 def _number(value: Json) -> str:

@@ -64,7 +64,8 @@ def run(
         ignored = [name for name, value in decisive.items() if value is not None] + ["--dry-run"] * dry_run
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
-        from etude.cli.commands.start_run import resume_run
+        with without_collections():
+            from etude.cli.commands.start_run import resume_run
 
         return resume_run(resume, overrides, fleet)
     if recipe is None:
