@@ -197,6 +197,7 @@ class Mutation:
             for stream in range(3):
                 os.dup2(silence, stream)
             _plant(candidate, functions)
+            os.chdir(folder)  # a mutant may write wherever it is
             status = 1
             status = int(_fails([session.items[index] for _, index in sorted(tests)], session))
         finally:
@@ -245,18 +246,21 @@ def _callers(session: pytest.Session, functions: Mapping[Place, Sequence[Functio
     try:
         called_now: set[Place] = set()
         _watch(functions, called_now)
-        rows = []
-        for item in session.items:
-            began_s = time.monotonic()
-            called_now.clear()
-            if _fails([item], session):
-                break
-            rows.append((time.monotonic() - began_s, sorted(called_now)))
-        else:
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            rows = [_calls(session, item, called_now) for item in session.items]
+        if not session.testsfailed:
             with os.fdopen(writer, "w", encoding="utf-8") as pipe:
                 json.dump(rows, pipe)
     finally:
         os._exit(0)
+
+
+def _calls(session: pytest.Session, item: pytest.Item, called: set[Place]) -> tuple[float, Sequence[Place]]:
+    """Seconds of a test, and what it called."""
+    began_s = time.monotonic()
+    called.clear()
+    _fails([item], session)
+    return time.monotonic() - began_s, sorted(called)
 
 
 def _watch(functions: Mapping[Place, Sequence[FunctionType]], called: set[Place]) -> None:
