@@ -1,6 +1,7 @@
 """Arithmetic by torch's own kernels: any device, any type, no guarantee about the last bits.
 
-On a CUDA device, :mod:`etude.models.kernels.gpu` computes the steps for which torch has no single kernel.
+Steps for which torch has no single kernel are computed by :mod:`etude.models.kernels.gpu` on a CUDA device, and by
+:mod:`etude.models.kernels.fused` elsewhere.
 
 Shape legend: see :mod:`etude.models.arithmetic`.
 """
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
+from types import ModuleType
 from typing import Any, TypeAlias, final
 
 import torch
@@ -23,8 +25,8 @@ from etude.models.arithmetic import (
     PackedRows,
     PagedRows,
     expert_of_rows,
-    inverse_of,
 )
+from etude.models.kernels import fused as cpu
 from etude.models.spec import GELU_TANH, SILU, GateSpec
 
 Rounded: TypeAlias = Callable[[Tensor], Tensor]
@@ -73,25 +75,22 @@ class FastArithmetic:
         if offset:
             whole = self._rounded(gain).float() + offset
             return functional.rms_norm(x.float(), (x.shape[-1],), whole, eps).to(x.dtype)
-        return functional.rms_norm(x, (x.shape[-1],), self._rounded(gain).to(x.dtype), eps)
+        gain = self._rounded(gain).to(x.dtype)
+        if x.is_cpu and x.dtype is torch.float32:
+            return cpu.norm(x, gain, eps)
+        return functional.rms_norm(x, (x.shape[-1],), gain, eps)
 
     def gated(self, gate_up_NI: Tensor, gate: GateSpec = SILU) -> Tensor:
         """[N,I/2]; SwiGLU is one kernel on a GPU."""
-        if gate_up_NI.is_cuda and gate == SILU:
-            from etude.models.kernels.gpu import fused
-
-            return fused.gated(gate_up_NI)
-        return _gated(gate_up_NI, gate)
+        if gate != SILU:
+            return _gated(gate_up_NI, gate)
+        product_NI: Tensor = _fused(gate_up_NI).gated(gate_up_NI)
+        return product_NI
 
     def rotate(self, x_NhD: Tensor, cosines_ND: Tensor, sines_ND: Tensor) -> Tensor:
         """[N,h,D]; the tables are rounded to the type of ``x``."""
-        if x_NhD.is_cuda:
-            from etude.models.kernels.gpu import fused
-
-            return fused.rotate(x_NhD, cosines_ND, sines_ND)
-        low, high = x_NhD.chunk(2, -1)
-        cosines, sines = (table.unsqueeze(1).to(x_NhD.dtype) for table in (cosines_ND, sines_ND))
-        return x_NhD * cosines + torch.cat([-high, low], -1) * sines
+        rotated_NhD: Tensor = _fused(x_NhD).rotate(x_NhD, cosines_ND, sines_ND)
+        return rotated_NhD
 
     def best(self, scores_NE: Tensor, k: int) -> Tensor:
         """[N,k]; ties are broken arbitrarily."""
@@ -111,12 +110,9 @@ class FastArithmetic:
         return Dispatch(order_R=order_R, tokens_R=order_R // experts_Nk.shape[1], ends_E=ends_E)
 
     def spread(self, x_NH: Tensor, dispatch: Dispatch) -> Tensor:
-        """[R,H]; on a GPU with a gradient that adds up each token's rows in the order of its slots."""
-        if x_NH.is_cuda:
-            from etude.models.kernels.gpu import fused
-
-            return fused.spread(x_NH, dispatch)
-        return x_NH[dispatch.tokens_R]
+        """[R,H], with a gradient that adds up each token's rows in the order of its slots."""
+        rows_RH: Tensor = _fused(x_NH).spread(x_NH, dispatch)
+        return rows_RH
 
     def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         """[R,O] by one grouped matrix product."""
@@ -134,12 +130,8 @@ class FastArithmetic:
 
     def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
         """[N,H], added up in float32; one kernel on a GPU."""
-        if y_RH.is_cuda:
-            from etude.models.kernels.gpu import fused
-
-            return fused.combine(y_RH, order_R, gates_Nk)
-        y_NkH = y_RH[inverse_of(order_R)].view(*gates_Nk.shape, -1)
-        return (y_NkH * gates_Nk.unsqueeze(-1)).sum(1).to(y_RH.dtype)
+        out_NH: Tensor = _fused(y_RH).combine(y_RH, order_R, gates_Nk)
+        return out_NH
 
     def attend_packed(
         self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, rule: AttentionRule
@@ -215,6 +207,15 @@ class FastArithmetic:
     def _rounded_rule(self, rule: AttentionRule, q_NQD: Tensor) -> AttentionRule:
         sinks_Q = rule.sinks_Q
         return rule if sinks_Q is None else replace(rule, sinks_Q=self._rounded(sinks_Q).to(q_NQD.dtype))
+
+
+def _fused(x: Tensor) -> ModuleType:
+    """The module with the small steps for a device."""
+    if not x.is_cuda:
+        return cpu
+    from etude.models.kernels.gpu import fused
+
+    return fused
 
 
 def rounded_to(number: float, dtype: torch.dtype) -> float:

@@ -97,7 +97,7 @@ class InvariantArithmetic:
 
     def spread(self, x_NH: Tensor, dispatch: Dispatch) -> Tensor:
         """[R,H]."""
-        return x_NH[dispatch.tokens_R]
+        return TORCH.spread(x_NH, dispatch)
 
     def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         """[R,O]."""

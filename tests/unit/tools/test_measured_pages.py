@@ -23,7 +23,19 @@ def _declared(name: str) -> Iterator[Goal]:
     """The goals in the modules of a bench."""
     package = module_of(name).__name__.rpartition(".")[0]
     for module in [each for path, each in sys.modules.items() if path.startswith(package)]:
-        yield from (each for each in vars(module).values() if isinstance(each, Goal))
+        yield from _goals_in([each for name, each in vars(module).items() if not name.startswith("__")])
+
+
+def _goals_in(value: object) -> Iterator[Goal]:
+    """A goal, or all in nested containers."""
+    match value:
+        case Goal():
+            yield value
+        case Mapping():
+            yield from _goals_in(list(value.values()))
+        case list() | tuple():
+            for each in value:
+                yield from _goals_in(each)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
