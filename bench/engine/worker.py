@@ -50,8 +50,8 @@ class Load:
     stamped: bool = False
 
     def order(self, repetition: int) -> Order:
-        """The batch number ``repetition``; no prompt comes twice."""
-        source = random.Random(f"{self.seed} {repetition}")
+        """The batch number ``repetition``. No prompt comes twice, not even in another cell: it would be in a cache."""
+        source = random.Random(f"{self.seed} {self.batch} {self.temperature} {repetition}")
         prompts = [[source.randrange(self.vocabulary) for _ in range(self.prompt_tokens)] for _ in range(self.batch)]
         return Order(
             prompts=prompts,

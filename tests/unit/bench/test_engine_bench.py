@@ -85,9 +85,10 @@ def test_the_models_have_the_size_in_their_name() -> None:
 
 
 def test_no_prompt_comes_twice_and_seeds_repeat_them() -> None:
-    orders = [LOAD.order(0), LOAD.order(1), replace(LOAD, seed=2).order(0)]
+    others = [replace(LOAD, seed=2), replace(LOAD, batch=2), replace(LOAD, temperature=0.0)]
+    orders = [LOAD.order(0), LOAD.order(1), *(other.order(0) for other in others)]
     prompts = [tuple(prompt) for order in orders for prompt in order.prompts]
-    assert len(set(prompts)) == len(prompts) == 9
+    assert len(set(prompts)) == len(prompts) == 14
     assert LOAD.order(1) == orders[1]
     assert all(len(prompt) == 5 and 0 <= min(prompt) <= max(prompt) < 50 for prompt in prompts)
 
