@@ -2,33 +2,27 @@
 
     a version ──▶ tries ──▶ figures ──▶ a table, or JSON          two versions ──▶ … ──▶ and the difference of both
 
-Owns the options, the output and the progress bar. Tries are made by :mod:`etude.run.evaluate`, figures by
+Owns the options and the output. Tries are made by :mod:`etude.run.evaluate`, figures by
 :mod:`etude.dashboard.evaluation`.
 """
 
-import contextlib
 import json
-import math
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 
-from etude.cli.commands.show import console
+from etude.cli.console import console
 from etude.cli.options import Json, RunPath, group
+from etude.cli.progress import progress_bar
 from etude.dashboard.evaluation import Evaluation, Measure, TokenPrices, differences, figures
 from etude.dashboard.evaluation_text import comparison_table, evaluation_table
 from etude.errors import ConfigError
-from etude.run.evaluate import EvalRequest, Progress, evaluate
+from etude.run.evaluate import EvalRequest, evaluate
 from etude.run.folder import RunFolder
-from etude.run.progress_display import LINE_S
 from etude.run.run_url import is_run_url
 from etude.run.working_folder import open_run_folder
 
@@ -126,40 +120,6 @@ def _tried(folder: RunFolder, request: EvalRequest) -> Evaluation:
     version = "the newest version" if request.version is None else f"v{request.version}"
     with progress_bar(f"{folder.path.name} {version}") as progress:
         return evaluate(folder, request, progress)
-
-
-@contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[Progress]:
-    """Progress on stderr while the context is open: a bar on a terminal, elsewhere a line every ``LINE_S``."""
-    out = Console(stderr=True)
-    if not out.is_terminal:
-        yield _progress_lines(title)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bars(*columns, console=out, transient=True) as bars:
-        bar = bars.add_task(title, total=None)
-        yield lambda ended, planned: bars.update(bar, completed=ended, total=planned)
-
-
-def _progress_lines(title: str) -> Progress:
-    """Progress as lines for a log, at most one every ``LINE_S``, and one at the end."""
-    started_s = time.monotonic()
-    printed_s, printed = -math.inf, -1
-
-    def show(ended: int, planned: int) -> None:
-        nonlocal printed_s, printed
-        now_s = time.monotonic()
-        if ended != printed and (now_s - printed_s >= LINE_S or ended == planned):
-            printed_s, printed = now_s, ended
-            print(f"[{now_s - started_s:6.0f} s] {title}: {ended} of {planned}", file=sys.stderr, flush=True)
-
-    return show
 
 
 def _print_json(figures: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 import orjson
 import typer
 
-from etude.cli.commands.show import console
+from etude.cli.console import console
 from etude.cli.options import group
 from etude.clock import unix_s
 from etude.dashboard import formatting

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-from etude.cli.commands.show import console
+from etude.cli.console import console
 from etude.cli.options import group
 from etude.clock import SystemClock, date_utc
 from etude.dashboard import formatting

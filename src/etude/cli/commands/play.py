@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.aio import background_task
-from etude.cli.commands.show import console
+from etude.cli.console import console
 from etude.cli.options import RunPath, group
 from etude.config.recipe import is_pass
 from etude.dashboard.formatting import visible

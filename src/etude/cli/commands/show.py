@@ -13,9 +13,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
+from etude.cli.console import console
 from etude.cli.options import Json, RunPath, group
 from etude.dashboard.rollout_export import exported
 from etude.dashboard.rollout_text import (
@@ -37,8 +38,6 @@ from etude.types import Json as JsonValue
 if TYPE_CHECKING:
     from etude.run.rollout_reader import RolloutReader
 
-PIPE_COLUMNS = 100_000
-"""Width of a pipe: no line of text is broken."""
 DEFAULT_LIMIT = 20
 """Rollouts of a list."""
 MOST_REASONS = 8
@@ -151,12 +150,6 @@ def _reader(folder: RunFolder, archive: Archive, *, tokens: bool, mismatches: bo
     from etude.run.rollout_reader import RolloutReader  # the trainer's functions, which lists do without
 
     return RolloutReader(folder, archive, tokens=tokens, mismatches=mismatches)
-
-
-def console() -> Console:
-    """Colours and its width on a terminal; plain text and whole lines in a pipe."""
-    width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def _print_export(

@@ -27,10 +27,10 @@ from etude.cli.commands.build_suite import (
     today,
     traces_in,
 )
-from etude.cli.commands.eval import progress_bar
 from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
-from etude.cli.commands.show import console
+from etude.cli.console import console
 from etude.cli.options import Json, Overrides, group, key_in
+from etude.cli.progress import progress_bar
 from etude.config.loading import is_recipe, read_tree
 from etude.config.tasks import MachineKind
 from etude.dashboard.evaluation import TokenPrices, differences, figures

@@ -17,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
 from etude.backoff import Backoff
-from etude.cli.commands.show import console
+from etude.cli.console import console
 from etude.cli.options import All, RunPath, group
 from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
