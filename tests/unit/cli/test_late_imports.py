@@ -8,7 +8,7 @@ import pytest
 from etude.cli.main import COMMANDS
 
 HEAVY = ("torch", "numba", "numpy", "aiohttp")
-LIGHT = ("check", "doctor", "live", "plan", "release", "run", "tinker", "ui")
+LIGHT = ("check", "doctor", "eval", "judge", "live", "plan", "play", "release", "run", "tinker", "ui")
 """Commands that import the rest of étude when they run."""
 
 
