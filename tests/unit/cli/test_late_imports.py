@@ -8,7 +8,10 @@ import pytest
 from etude.cli.main import COMMANDS
 
 HEAVY = ("torch", "numba", "numpy", "aiohttp")
-LIGHT = ("check", "doctor", "eval", "judge", "live", "plan", "play", "release", "run", "tinker", "ui")
+LIGHT = (
+    *("check", "doctor", "eval", "images", "judge", "live", "plan", "play"),
+    *("release", "run", "sandboxes", "suite", "tasks", "tinker", "ui"),
+)
 """Commands that import the rest of étude when they run."""
 
 
