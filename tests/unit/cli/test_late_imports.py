@@ -9,7 +9,7 @@ from etude.cli.main import COMMANDS
 
 HEAVY = ("torch", "numba", "numpy", "aiohttp")
 LIGHT = (
-    *("check", "doctor", "eval", "images", "judge", "live", "plan", "play"),
+    *("chat", "check", "doctor", "eval", "images", "judge", "live", "plan", "play"),
     *("release", "run", "sandboxes", "suite", "tasks", "tinker", "ui"),
 )
 """Commands that import the rest of étude when they run."""
