@@ -9,22 +9,8 @@ from etude.cli.main import COMMANDS
 
 HEAVY = ("torch", "numba", "numpy", "aiohttp")
 LIGHT = (
-    *(
-        "chat",
-        "check",
-        "doctor",
-        "eval",
-        "feedback",
-        "fleet",
-        "gateway",
-        "images",
-        "judge",
-        "keys",
-        "live",
-        "plan",
-        "play",
-    ),
-    *("release", "run", "sandboxes", "show", "suite", "tasks", "tinker", "ui"),
+    *("chat", "check", "doctor", "eval", "feedback", "fleet", "gateway", "images", "judge", "keys", "live"),
+    *("plan", "play", "release", "run", "sandboxes", "show", "suite", "tasks", "tinker", "ui", "weights"),
 )
 """Commands that import the rest of étude when they run."""
 
