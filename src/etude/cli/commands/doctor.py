@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from etude.cli.imports import without_collections
 from etude.cli.options import Overrides, group
 from etude.errors import ConfigError
 
@@ -49,10 +50,12 @@ def doctor(
     if model is not None and run is not None:
         raise ConfigError("--model and --run: give one of the two")
     if not parity:
-        from etude.cli.commands.examine_machine import show_machine
+        with without_collections():
+            from etude.cli.commands.examine_machine import show_machine
 
         show_machine()
         return 0
-    from etude.cli.commands.compare_numerics import compare_model, compare_run
+    with without_collections():
+        from etude.cli.commands.compare_numerics import compare_model, compare_run
 
     return compare_model(model, overrides) if run is None else compare_run(run, overrides)

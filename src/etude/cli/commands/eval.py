@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from etude.cli.imports import without_collections
 from etude.cli.options import Json, RunPath, group
 from etude.errors import ConfigError
 
@@ -45,10 +46,11 @@ def evaluate_version(
     ks = tuple(numbers("--k", k)) if k else tuple(sorted({1, passes}))
     if max(ks) > passes:
         raise ConfigError(f"--k {k}: pass@{max(ks)} takes as many tries of a task, raise --passes")
-    from etude.cli.commands.evaluate_run import compare_runs, measure_run
-    from etude.dashboard.evaluation import Measure, TokenPrices
-    from etude.run.evaluate import EvalRequest
-    from etude.run.working_folder import open_run_folder
+    with without_collections():
+        from etude.cli.commands.evaluate_run import compare_runs, measure_run
+        from etude.dashboard.evaluation import Measure, TokenPrices
+        from etude.run.evaluate import EvalRequest
+        from etude.run.working_folder import open_run_folder
 
     folder = open_run_folder(run)
     request = EvalRequest(version=version, tasks=tasks, passes=passes, greedy=not no_greedy)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from etude.cli.imports import without_collections
 from etude.cli.options import RunPath, group
 
 app = group()
@@ -22,7 +23,8 @@ def play_command(
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1 instead of greedily.")] = False,
 ) -> None:
     """Watch the agent of a run solve a held-out task, turn by turn, until it is graded."""
-    from etude.cli.commands.played_task import show_task
+    with without_collections():
+        from etude.cli.commands.played_task import show_task
 
     versions = [version] if against is None else [against, version]
     show_task(run, number, versions, temperature=1.0 if sampled else 0.0)

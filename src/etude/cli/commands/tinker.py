@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from etude.cli.imports import without_collections
 from etude.cli.options import group
 from etude.errors import ConfigError
 from etude.run.endpoints import HOST
@@ -38,9 +39,10 @@ def tinker(
     key = os.environ.get(KEY_VARIABLE) or KEY_PREFIX + secrets.token_urlsafe(24)
     if not key.startswith(KEY_PREFIX):
         raise ConfigError(f"{KEY_VARIABLE} must begin with {KEY_PREFIX!r}: the SDK refuses any other key")
-    from etude.cli.commands.serve_tinker import serve
-    from etude.run.serving import run_until_signal
-    from etude.tinker.service import TinkerOptions, TinkerService
+    with without_collections():
+        from etude.cli.commands.serve_tinker import serve
+        from etude.run.serving import run_until_signal
+        from etude.tinker.service import TinkerOptions, TinkerService
 
     options = TinkerOptions(
         model=model,
