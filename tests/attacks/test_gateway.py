@@ -17,7 +17,8 @@ from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.gateway.routing.admission import AdmissionLimits
-from etude.gateway.upstream.calls import Api, Upstream
+from etude.gateway.upstream.apis import Api
+from etude.gateway.upstream.calls import Upstream
 from etude.gateway.upstream.passthrough import Passthrough
 from etude.protocols import Session
 from etude.run.serving import listening

@@ -1,7 +1,7 @@
 """The command line: finds the module of a command in ``cli/commands``, runs it, and returns its exit status.
 
-A command's module is imported only when the command is called, so that ``etude --help`` does not import torch. Modules
-of large commands own the options, and import a module beside them once these are right.
+A command's module is imported only when the command is called. Most modules own the options, and import the rest once
+these are right, so that neither ``etude --help`` nor the help of a command imports torch.
 """
 
 import io

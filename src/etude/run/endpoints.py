@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from etude.config.inference import EngineConfig, GatewayConfig
-from etude.config.recipe import RunConfig
 from etude.errors import PortInUseError, RunFolderError
 from etude.run.process_name import ENGINE, GATEWAY, PRODUCT, PRODUCTION, ProcessName
+
+if TYPE_CHECKING:
+    from etude.config.inference import EngineConfig, GatewayConfig
+    from etude.config.recipe import RunConfig
 
 HOST = "127.0.0.1"
 """Address of a run on one machine, which only uses loopback."""
@@ -39,7 +41,7 @@ class Endpoints:
 
     file: Path
 
-    def reserve(self, config: RunConfig, *, wait_s: float = 0.0) -> None:
+    def reserve(self, config: "RunConfig", *, wait_s: float = 0.0) -> None:
         """Choose the ports of engines and gateways. Raises :class:`~etude.errors.PortInUseError`.
 
         Waits up to ``wait_s`` for a port on which a predecessor still finishes calls.
@@ -89,7 +91,7 @@ class Endpoints:
         return table
 
 
-def listeners(config: RunConfig) -> dict[ProcessName, int]:
+def listeners(config: "RunConfig") -> dict[ProcessName, int]:
     """Engines and gateways of a run on one machine, each with the recipe's port, 0 for any; replicas have consecutive
     ports. If versions are released, users have a separate gateway, which takes the gateway's port; engines for users
     take any port.
@@ -106,13 +108,13 @@ def listeners(config: RunConfig) -> dict[ProcessName, int]:
     }
 
 
-def _sections(config: RunConfig) -> Mapping[str, EngineConfig | GatewayConfig]:
+def _sections(config: "RunConfig") -> Mapping[str, "EngineConfig | GatewayConfig"]:
     """Listening command → its section."""
     engine, gateway = config.engine, config.gateway
     return {ENGINE.command: engine, PRODUCTION.command: engine, GATEWAY.command: gateway, PRODUCT.command: gateway}
 
 
-def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> Ports:
+def probe_ports(config: "RunConfig", *, wait_s: float = 0.0) -> Ports:
     """Choose ports for engines and gateways by the recipe. Raises :class:`~etude.errors.PortInUseError`.
 
     A process with external clients has a separate port for them.

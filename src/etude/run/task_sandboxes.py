@@ -7,8 +7,8 @@ This module chooses the implementations, which themselves store images, create s
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -64,6 +64,16 @@ def open_provider(config: SandboxConfig, store: ImageStore, find_hosts: Sequence
         raise ConfigError("sandboxes.kind = 'local' has no machine around its files: use ns")
     provider = open_kind(config, store, find_hosts)
     return SandboxPool(provider, pool_limits(config)) if config.pool_size else provider
+
+
+@asynccontextmanager
+async def opened_provider(config: SandboxConfig) -> AsyncIterator[SandboxProvider]:
+    """The provider of a recipe over its base systems, closed afterwards. Raises as :func:`open_provider`."""
+    provider = open_provider(config, base_store(config))
+    try:
+        yield provider
+    finally:
+        await provider.close()
 
 
 def pool_limits(config: SandboxConfig) -> WarmPoolLimits:

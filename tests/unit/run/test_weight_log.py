@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli.commands import weights
+from etude.cli.commands.weight_store import log_of
 from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, FencedError
 from etude.ledger.ledger import Ledger
@@ -32,7 +32,7 @@ def test_a_run_follows_its_own_log_alone(tmp_path: Path) -> None:
     assert open_log(ours).records.log_id() != open_log(other).records.log_id()
     (tmp_path / "ours" / "store").rename(tmp_path / "elsewhere")
     (tmp_path / "other" / "store").rename(tmp_path / "ours" / "store")
-    for log in (open_log(ours), weights.log_of(str(ours.path))):
+    for log in (open_log(ours), log_of(str(ours.path))):
         with pytest.raises(DamagedError, match=r"is of log .*, this is log"):
             pull(log)
     with pytest.raises(FencedError, match="give each run a store of its own"):

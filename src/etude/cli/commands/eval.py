@@ -1,36 +1,15 @@
 """`etude eval`: evaluates versions of runs on the held-out tasks and prints the figures as tables or JSON.
 
-    a version ──▶ tries ──▶ figures ──▶ a table, or JSON          two versions ──▶ … ──▶ and the difference of both
-
-Owns the options, the output and the progress bar. Tries are made by :mod:`etude.run.evaluate`, figures by
-:mod:`etude.dashboard.evaluation`.
+Owns the options. :mod:`etude.cli.commands.evaluate_run` does the rest.
 """
 
-import contextlib
-import json
-import math
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 
-from etude.cli.commands.show import console
+from etude.cli.imports import without_collections
 from etude.cli.options import Json, RunPath, group
-from etude.dashboard.evaluation import Evaluation, Measure, TokenPrices, differences, figures
-from etude.dashboard.evaluation_text import comparison_table, evaluation_table
 from etude.errors import ConfigError
-from etude.run.evaluate import EvalRequest, Progress, evaluate
-from etude.run.folder import RunFolder
-from etude.run.progress_display import LINE_S
-from etude.run.run_url import is_run_url
-from etude.run.working_folder import open_run_folder
 
 app = group()
 
@@ -64,10 +43,16 @@ def evaluate_version(
     as_json: Json = False,
 ) -> None:
     """Evaluate a weight version of a run on the held-out tasks, or compare two."""
-    folder = open_run_folder(run)
     ks = tuple(numbers("--k", k)) if k else tuple(sorted({1, passes}))
     if max(ks) > passes:
         raise ConfigError(f"--k {k}: pass@{max(ks)} takes as many tries of a task, raise --passes")
+    with without_collections():
+        from etude.cli.commands.evaluate_run import compare_runs, measure_run
+        from etude.dashboard.evaluation import Measure, TokenPrices
+        from etude.run.evaluate import EvalRequest
+        from etude.run.working_folder import open_run_folder
+
+    folder = open_run_folder(run)
     request = EvalRequest(version=version, tasks=tasks, passes=passes, greedy=not no_greedy)
     measure = Measure(
         pass_at=folder.config().eval.pass_at if pass_at is None else pass_at,
@@ -78,92 +63,6 @@ def evaluate_version(
         measure_run(folder, request, measure, as_json=as_json)
     else:
         compare_runs(folder, against, request, measure, as_json=as_json)
-
-
-def measure_run(folder: RunFolder, request: EvalRequest, measure: Measure, *, as_json: bool) -> None:
-    """Try a version and print its figures. Raises :class:`~etude.errors.UserError`."""
-    measured = figures(_tried(folder, request), measure)
-    if as_json:
-        _print_json(measured)
-    else:
-        console().print(evaluation_table(measured))
-
-
-def compare_runs(folder: RunFolder, against: str, request: EvalRequest, measure: Measure, *, as_json: bool) -> None:
-    """Evaluate two versions and print the difference of the run's version to ``against``.
-
-    Raises :class:`~etude.errors.UserError`.
-    """
-    other, version = parse_against(against, folder)
-    tasks = request.tasks or folder.config().eval.tasks
-    before = _tried(other, replace(request, version=version, tasks=tasks))
-    after = _tried(folder, replace(request, tasks=tasks))
-    first, second, gained = figures(before, measure), figures(after, measure), differences(before, after, measure)
-    if as_json:
-        _print_json({"before": first, "after": second, "difference": gained})
-    else:
-        console().print(comparison_table(first, second, gained))
-
-
-def parse_against(text: str, folder: RunFolder) -> tuple[RunFolder, int | None]:
-    """Parse ``3`` as a version of this run, ``RUN:3`` as a version of another run, and ``RUN`` as its newest.
-
-    Raises :class:`~etude.errors.UserError` where there is no such run.
-    """
-    if text.isdigit():
-        return folder, int(text)
-    path, colon, version = text.rpartition(":")
-    if not colon or not version.isdigit():
-        path, version = text, ""
-    if not is_run_url(path) and not Path(path).is_dir():
-        raise ConfigError(
-            f"--against {text!r}: expected a version of this run, or another run's folder or URL: RUN or RUN:7"
-        )
-    return open_run_folder(path), int(version) if version else None
-
-
-def _tried(folder: RunFolder, request: EvalRequest) -> Evaluation:
-    version = "the newest version" if request.version is None else f"v{request.version}"
-    with progress_bar(f"{folder.path.name} {version}") as progress:
-        return evaluate(folder, request, progress)
-
-
-@contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[Progress]:
-    """Progress on stderr while the context is open: a bar on a terminal, elsewhere a line every ``LINE_S``."""
-    out = Console(stderr=True)
-    if not out.is_terminal:
-        yield _progress_lines(title)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bars(*columns, console=out, transient=True) as bars:
-        bar = bars.add_task(title, total=None)
-        yield lambda ended, planned: bars.update(bar, completed=ended, total=planned)
-
-
-def _progress_lines(title: str) -> Progress:
-    """Progress as lines for a log, at most one every ``LINE_S``, and one at the end."""
-    started_s = time.monotonic()
-    printed_s, printed = -math.inf, -1
-
-    def show(ended: int, planned: int) -> None:
-        nonlocal printed_s, printed
-        now_s = time.monotonic()
-        if ended != printed and (now_s - printed_s >= LINE_S or ended == planned):
-            printed_s, printed = now_s, ended
-            print(f"[{now_s - started_s:6.0f} s] {title}: {ended} of {planned}", file=sys.stderr, flush=True)
-
-    return show
-
-
-def _print_json(figures: Mapping[str, object]) -> None:
-    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
 
 
 def numbers(option: str, listed: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""`etude gateway`: the gateway of a run, or a gateway without a run in front of any engines."""
+"""`etude gateway`: the gateway of a run, or a gateway without a run in front of any engines. Owns the options."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,6 @@ import typer
 
 from etude.cli.options import group, process_name
 from etude.errors import ConfigError
-from etude.run.gateway import StandaloneOptions, run_standalone
-from etude.run.processes import run_process
-from etude.run.working_folder import open_run_folder
 
 app = group()
 
@@ -67,6 +64,9 @@ def gateway(
             options = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
             raise ConfigError(f"{options} would have no effect with --run: a run keeps its recipe")
         name = process_name("gateway", replica, region)
+        from etude.run.processes import run_process
+        from etude.run.working_folder import open_run_folder
+
         run_process(name, open_run_folder(run, process=name))
         return
     if replica or region:
@@ -75,6 +75,8 @@ def gateway(
         raise ConfigError("which gateway? give --run RUN, or --model DIR and --engine http://HOST:PORT")
     if not engine:
         raise ConfigError("which engines? give --engine http://HOST:PORT, once for each")
+    from etude.run.gateway import StandaloneOptions, run_standalone
+
     given = {
         name: value if isinstance(value, int) else str(value) for name, value in named.items() if value is not None
     }

@@ -1,16 +1,10 @@
-"""`etude images`: base systems and images that sandboxes start from."""
+"""`etude images`: base systems and images that sandboxes start from. Owns the options and the output."""
 
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from etude.cli.commands.sandboxes import OUT
 from etude.cli.options import group
-from etude.sandbox_spec import SCRATCH
-from etude.sandboxes.images.containers import add_image
-from etude.sandboxes.images.debian import BaseRecipe, build_base, open_base, remove_base
-from etude.sandboxes.images.store import ImageStore
 
 app = group()
 
@@ -24,6 +18,10 @@ def build(
     ],
 ) -> None:
     """Build a base system with a kernel from Debian packages."""
+    from etude.cli.console import OUT
+    from etude.sandboxes.images.debian import BaseRecipe, build_base
+    from etude.sandboxes.images.store import ImageStore
+
     base = build_base(ImageStore(), BaseRecipe(name=name, packages=tuple(package)))
     OUT.out(f"{base.name}: {len(base.packages)} packages in {base.folder}")
 
@@ -40,6 +38,10 @@ def add(
     name: Annotated[str, typer.Option(help="Another name for the image.")] = "",
 ) -> None:
     """Fetch or build a container image, by podman or skopeo with your own settings."""
+    from etude.cli.console import OUT
+    from etude.sandboxes.images.containers import add_image
+    from etude.sandboxes.images.store import ImageStore
+
     image = add_image(ImageStore(), source, name=name)
     OUT.out(f"{image.digest}: {len(image.layers)} layers, user {image.user.uid}, in {image.workdir}")
 
@@ -47,6 +49,13 @@ def add(
 @app.command("ls")
 def list_images() -> None:
     """List the base systems and images of this user."""
+    from rich.table import Table
+
+    from etude.cli.console import OUT
+    from etude.sandbox_spec import SCRATCH
+    from etude.sandboxes.images.debian import open_base
+    from etude.sandboxes.images.store import ImageStore
+
     store = ImageStore()
     table = Table("kind", "name", "digest", title=str(store.folder), title_justify="left")
     for name in sorted(store.bases.keys() - {SCRATCH}):
@@ -59,6 +68,10 @@ def list_images() -> None:
 @app.command("rm")
 def remove(name: str) -> None:
     """Remove a base system or an image, and the layers that nothing else uses."""
+    from etude.cli.console import OUT
+    from etude.sandboxes.images.debian import remove_base
+    from etude.sandboxes.images.store import ImageStore
+
     store = ImageStore()
     if name in store.bases:
         remove_base(store, name)

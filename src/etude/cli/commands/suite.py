@@ -2,52 +2,23 @@
 
     suite, a model behind a URL or of a run ──run──▶ results.json ──compare, report──▶ tables, a page
 
-Owns options and what is printed. Tries are :mod:`etude.run.suite`'s, figures :mod:`etude.dashboard.evaluation`'s.
+Owns the options. :mod:`etude.cli.commands.suite_tries` makes and shows tries, :mod:`etude.cli.commands.suite_tasks`
+makes tasks, :mod:`etude.cli.commands.suite_contamination` looks for them elsewhere.
 """
 
-import asyncio
 import json
-import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from etude.cli.commands.build_suite import (
-    SuiteBuild,
-    build,
-    counted,
-    fetch,
-    halves_of,
-    in_use,
-    refresh,
-    take_in,
-    today,
-    traces_in,
-)
-from etude.cli.commands.eval import progress_bar
-from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
-from etude.cli.commands.show import console
 from etude.cli.options import Json, Overrides, group, key_in
-from etude.config.loading import is_recipe, read_tree
-from etude.config.tasks import MachineKind
-from etude.dashboard.evaluation import TokenPrices, differences, figures
-from etude.dashboard.evaluation_text import comparison_table, evaluation_table
-from etude.dashboard.formatting import visible
-from etude.dashboard.suite_report import report_page, report_rows, report_table
-from etude.dashboard.suite_results import RESULTS_FILE, SuiteResults, common_tasks, read_results
+from etude.cli.sandbox_options import Sandbox, SandboxUrl, sandbox_config
 from etude.errors import ConfigError
-from etude.gateway.upstream.calls import Api, Upstream
-from etude.run.model_calls import ask_each
-from etude.run.suite import Suite, TryLimits, open_suite, try_config, try_model, try_version
-from etude.run.working_folder import open_run_folder
-from etude.taskgen.history.completions import MemoryCheck, check_memory
-from etude.taskgen.history.contamination import Traces
-from etude.taskgen.history.records import read_records
-from etude.taskgen.preparation import Settings
-from etude.tasks.suites import suite_of
+from etude.gateway.upstream.apis import Api
+
+if TYPE_CHECKING:
+    from etude.gateway.upstream.calls import Upstream
 
 DEFAULT_HARNESS = "shell"
 """Harness of a model that was not made for étude's own tools."""
@@ -58,8 +29,7 @@ SuitePath: TypeAlias = Annotated[
     Path, typer.Argument(metavar="SUITE", help="A suite's folder, tasks in Harbor's format, or a recipe.")
 ]
 SuiteFolder: TypeAlias = Annotated[Path, typer.Argument(metavar="SUITE", help="A suite's folder.")]
-Sandbox: TypeAlias = Annotated[MachineKind, typer.Option(help="Where commands run.")]
-Results: TypeAlias = Annotated[Path, typer.Argument(help=f"A folder that `run --out` made, or its {RESULTS_FILE}.")]
+Results: TypeAlias = Annotated[Path, typer.Argument(help="A folder that `run --out` made, or its results.json.")]
 Prices: TypeAlias = Annotated[
     tuple[float, float, float] | None,
     typer.Option(
@@ -109,6 +79,15 @@ def run_command(
     as_json: Json = False,
 ) -> None:
     """Evaluate a model on a suite and store every try. A second run continues: stored tries are not repeated."""
+    if bool(run) == bool(url or model):
+        raise ConfigError("try what? give --url and --model of an API, or --run of a run")
+    if run and overrides:
+        raise ConfigError("--set would have no effect with --run, since the run has its own recipe: leave it out")
+    if run and temperature != 1.0:
+        raise ConfigError("--temperature would have no effect with --run, which samples at 1: leave it out")
+    from etude.cli.commands.suite_tries import read_prices, show_results, try_api, try_run
+    from etude.run.suite import TryLimits, open_suite
+
     limits = TryLimits(
         passes=passes,
         tasks=tasks,
@@ -117,37 +96,20 @@ def run_command(
         pass_at=pass_at,
         prices=read_prices(prices),
     )
-    if bool(run) == bool(url or model):
-        raise ConfigError("try what? give --url and --model of an API, or --run of a run")
     opened = open_suite(suite)
     if run:
-        results = _try_run(opened, run, limits, out, overrides)
+        results = try_run(opened, run, limits, out)
     else:
-        upstream = _upstream(url, model, api, key_env, extra)
-        config = try_config(opened, harness_section(harness), limits, overrides)
-        with progress_bar(f"{opened.name} · {model}") as progress:
-            results = try_model(opened, config, upstream, limits, out, progress)
-    if as_json:
-        _print_json(results.to_json())
-    else:
-        console().print(evaluation_table(figures(results.evaluation(), results.measure())))
-        console().print(f"\n{len(results.tries)} tries, {len(results.missing())} missing: {out / RESULTS_FILE}")
+        results = try_api(opened, _upstream(url, model, api, key_env, extra), harness, overrides, limits, out)
+    show_results(results, out, as_json=as_json)
 
 
 @app.command("compare")
 def compare_command(before: Results, after: Results, *, prices: Prices = None, as_json: Json = False) -> None:
     """Compare two results of a suite on their common tasks: paired differences with intervals."""
-    first, second = (_priced(read_results(place), prices) for place in (before, after))
-    common, measure = common_tasks(first, second), first.measure(sorted({1, min(first.passes, second.passes)}))
-    if second.pass_at != first.pass_at:
-        raise ConfigError(f"a try of one passes at {first.pass_at:g}, of the other at {second.pass_at:g}: --pass-at")
-    tries = first.evaluation(common), second.evaluation(common)
-    before_figures, after_figures = (figures(each, measure) for each in tries)
-    gained = differences(tries[0], tries[1], measure)
-    if as_json:
-        _print_json({"tasks": common, "before": before_figures, "after": after_figures, "difference": gained})
-    else:
-        console().print(comparison_table(before_figures, after_figures, gained))
+    from etude.cli.commands.suite_tries import show_comparison
+
+    show_comparison(before, after, prices, as_json=as_json)
 
 
 @app.command("report")
@@ -159,15 +121,9 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Compare several results of a suite in a table, and in a page that plots quality against cost, tokens and time."""
-    rows = report_rows([_priced(read_results(place), prices) for place in results])
-    if html is not None:
-        html.write_text(report_page(rows), encoding="utf-8")
-    if as_json:
-        _print_json({"rows": [{"results": row.results.title, "figures": row.figures} for row in rows]})
-    else:
-        console().print(report_table(rows))
-        if html is not None:
-            console().print(f"\n{html}")
+    from etude.cli.commands.suite_tries import show_report
+
+    show_report(results, html, prices, as_json=as_json)
 
 
 @app.command("build")
@@ -184,27 +140,25 @@ def build_command(
     sandbox_url: SandboxUrl = "",
 ) -> None:
     """Build a suite from histories: commits or releases that changed source and tests, each proved by its tests."""
+    sandboxes = sandbox_config(sandbox, sandbox_url)
+    from etude.cli.commands.build_suite import SuiteBuild
+    from etude.cli.commands.suite_tasks import build_suite
+    from etude.taskgen.preparation import Settings
+
     settings = Settings(base=base, before=before)
     options = SuiteBuild(
         references=repositories, out=out, name=name, changes=changes, licence=licence, settings=settings
     )
-
-    async def work() -> None:
-        async with opened_provider(sandbox_config(sandbox, sandbox_url)) as provider:
-            OUT.out(counted(await build(options, provider, say=log)))
-
-    asyncio.run(work())
+    build_suite(options, sandboxes)
 
 
 @app.command("fetch")
 def fetch_command(suite: SuiteFolder, *, sandbox: Sandbox = "ns", sandbox_url: SandboxUrl = "") -> None:
     """Make the tasks of a suite that has only records of them. Sources and tests are fetched from their publisher."""
+    sandboxes = sandbox_config(sandbox, sandbox_url)
+    from etude.cli.commands.suite_tasks import fetch_suite
 
-    async def work() -> None:
-        async with opened_provider(sandbox_config(sandbox, sandbox_url)) as provider:
-            OUT.out(f"{await fetch(suite, provider, say=log)} tasks made in {suite}")
-
-    asyncio.run(work())
+    fetch_suite(suite, sandboxes)
 
 
 @app.command("contamination")
@@ -225,20 +179,10 @@ def contamination_command(
     """
     if texts is None and not (url and model):
         raise ConfigError("look where? give a folder of training texts, or --url and --model of an API, or both")
-    traces = None if texts is None else traces_in(suite, texts)
-    memory = None
-    if url or model:
-        halves = halves_of(suite)
-        prompts = [instruction for half in halves for instruction in half.instructions]
-        answers = asyncio.run(ask_each(_upstream(url, model, api, key_env, extra), prompts, concurrency=concurrency))
-        memory = check_memory(halves, list(zip(answers[::2], answers[1::2], strict=True)))
-    if as_json:
-        _print_json({**(asdict(traces) if traces else {}), "memory": asdict(memory) if memory else None})
-    else:
-        for line in [*(_trace_lines(traces) if traces else ()), *(_memory_lines(memory) if memory else ())]:
-            OUT.out(visible(line))
-    in_texts = traces is not None and bool(traces.canary_in or traces.tasks)
-    return 1 if in_texts or (memory is not None and memory.is_remembered) else 0
+    upstream = _upstream(url, model, api, key_env, extra) if url or model else None
+    from etude.cli.commands.suite_contamination import show_contamination
+
+    return int(show_contamination(suite, texts, upstream, concurrency=concurrency, as_json=as_json))
 
 
 @app.command("refresh")
@@ -270,78 +214,27 @@ def refresh_command(
     sandbox_url: SandboxUrl = "",
 ) -> None:
     """Add new changes; retire tasks that are always solved, never solved or leaked, with the date and the reason."""
-    version, earlier = suite_of(suite).version, {record.task_id for record in read_records(suite)}
-    settings = None if base is None and before is None else Settings(base=base or "", before=before or "")
+    sandboxes = sandbox_config(sandbox, sandbox_url)
+    from etude.cli.commands.suite_tasks import SuiteRefresh, refresh_suite
+    from etude.taskgen.preparation import Settings
 
-    async def work() -> None:
-        async with opened_provider(sandbox_config(sandbox, sandbox_url)) as provider:
-            await take_in(suite, provider, changes=changes, settings=settings, say=log)
-
-    if changes != 0:
-        asyncio.run(work())
-    traces = None if texts is None else traces_in(suite, texts)
-    read = [read_results(place) for place in results]
-    done = refresh(suite, read, traces, max_share=max_share, day=today())
-    for record in read_records(suite):
-        if record.task_id not in earlier:
-            OUT.out(visible(f"{record.task_id} added: {record.prompt}"))
-    for line in done.lines():
-        OUT.out(line)
-    now = suite_of(suite).version
-    OUT.out(f"{suite_of(suite).name} {now}{'' if now == version else f', was {version}'}: {counted(in_use(suite))}")
-
-
-def harness_section(given: str) -> dict[str, Any]:
-    """``[harness]`` by a kind's name or out of a recipe. Raises :class:`~etude.errors.ConfigError`."""
-    if not is_recipe(Path(given)):
-        return {"kind": given}
-    tree, file = read_tree(Path(given))
-    section = tree.get("harness")
-    if not isinstance(section, dict):
-        raise ConfigError(f"--harness {given!r}: {file} has no [harness]: name a kind, such as {DEFAULT_HARNESS!r}")
-    return section
-
-
-def read_prices(prices: tuple[float, float, float] | None) -> TokenPrices | None:
-    """The prices of ``--prices``."""
-    return prices and TokenPrices(new=prices[0], cached=prices[1], sampled=prices[2])
-
-
-def _try_run(suite: Suite, run: str, limits: TryLimits, out: Path, overrides: list[str]) -> SuiteResults:
-    """Try weights of a run. Raises :class:`~etude.errors.ConfigError` for options that would have no effect."""
-    if overrides:
-        raise ConfigError("--set would have no effect with --run, since the run has its own recipe: leave it out")
-    if limits.temperature != 1.0:
-        raise ConfigError("--temperature would have no effect with --run, which samples at 1: leave it out")
-    path, colon, version = run.rpartition(":")
-    if not colon or not version.isdigit():
-        path, version = run, ""
-    folder = open_run_folder(path)
-    with progress_bar(f"{suite.name} · {folder.path.name}") as progress:
-        return try_version(suite, folder, int(version) if version else None, limits, out, progress)
-
-
-def _trace_lines(traces: Traces) -> Iterator[str]:
-    yield from (f"{file} has the suite's canary" for file in traces.canary_in)
-    for each in traces.tasks:
-        yield f"{each.task_id} {each.share:.1%} of its words in a row, most in {each.file}"
-    yield f"{len(traces.tasks)} tasks with traces in {traces.files} files"
-
-
-def _memory_lines(memory: MemoryCheck) -> Iterator[str]:
-    for each in memory.tests:
-        if each.guided > each.general:
-            yield f"{each.task_id} {each.guided:.2f} like its test where that is named, {each.general:.2f} otherwise"
-    gain = memory.difference
-    yield (
-        f"{len(memory.tests)} tests finished: {gain.value:+.3f} in ROUGE-L where their place is named "
-        f"({gain.low:+.3f} to {gain.high:+.3f}), which is {'memory' if memory.is_remembered else 'no sign of memory'}"
+    options = SuiteRefresh(
+        suite=suite,
+        results=results,
+        texts=texts,
+        max_share=max_share,
+        changes=changes,
+        settings=None if base is None and before is None else Settings(base=base or "", before=before or ""),
     )
+    refresh_suite(options, sandboxes)
 
 
-def _upstream(url: str, model: str, api: Api, key_env: str, extra: str) -> Upstream:
+def _upstream(url: str, model: str, api: Api, key_env: str, extra: str) -> "Upstream":
     """The model that the options name. Raises :class:`~etude.errors.ConfigError`."""
-    return Upstream(url=url, model=model, api=api, key=key_in(key_env, KEY_VARIABLES[api]), extra=_json_object(extra))
+    key, fields = key_in(key_env, KEY_VARIABLES[api]), _json_object(extra)
+    from etude.gateway.upstream.calls import Upstream
+
+    return Upstream(url=url, model=model, api=api, key=key, extra=fields)
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -352,11 +245,3 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f'--extra {text!r}: expected an object, such as {{"reasoning_effort": "low"}}')
     return fields
-
-
-def _priced(results: SuiteResults, prices: tuple[float, float, float] | None) -> SuiteResults:
-    return results if prices is None else replace(results, prices=read_prices(prices))
-
-
-def _print_json(tree: object) -> None:
-    sys.stdout.write(json.dumps(tree, indent=2) + "\n")

@@ -1,6 +1,8 @@
-"""`etude tinker`: a model that programs train step by step, over the Tinker API."""
+"""`etude tinker`: a model that programs train step by step, over the Tinker API.
 
-import asyncio
+Owns the options and the key. The server is started by :mod:`etude.cli.commands.serve_tinker`.
+"""
+
 import os
 import secrets
 from pathlib import Path
@@ -8,12 +10,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from etude.cli.imports import without_collections
 from etude.cli.options import group
 from etude.errors import ConfigError
 from etude.run.endpoints import HOST
-from etude.run.serving import listening, run_until_signal
-from etude.tinker.server import tinker_app
-from etude.tinker.service import TinkerOptions, TinkerService
 
 KEY_VARIABLE = "TINKER_API_KEY"
 """Environment variable with the key, for server and clients alike."""
@@ -39,6 +39,11 @@ def tinker(
     key = os.environ.get(KEY_VARIABLE) or KEY_PREFIX + secrets.token_urlsafe(24)
     if not key.startswith(KEY_PREFIX):
         raise ConfigError(f"{KEY_VARIABLE} must begin with {KEY_PREFIX!r}: the SDK refuses any other key")
+    with without_collections():
+        from etude.cli.commands.serve_tinker import serve
+        from etude.run.serving import run_until_signal
+        from etude.tinker.service import TinkerOptions, TinkerService
+
     options = TinkerOptions(
         model=model,
         name=name or str(model),
@@ -47,15 +52,4 @@ def tinker(
         max_length=max_length,
         max_clients=clients,
     )
-    run_until_signal(_serve(TinkerService(options), key, host, port), cleanup_s=None)
-
-
-async def _serve(service: TinkerService, key: str, host: str, port: int) -> None:
-    try:
-        async with listening(tinker_app(service, key), port, host=host) as bound, asyncio.TaskGroup() as tasks:
-            tasks.create_task(service.jobs.run())
-            if KEY_VARIABLE not in os.environ:
-                print(f"export {KEY_VARIABLE}={key}", flush=True)
-            print(f"export TINKER_BASE_URL=http://{host}:{bound}", flush=True)
-    finally:
-        service.close()
+    run_until_signal(serve(TinkerService(options), key, host, port), cleanup_s=None)

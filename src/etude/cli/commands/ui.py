@@ -1,4 +1,4 @@
-"""`etude ui`: shows runs in a browser, while they run and afterwards."""
+"""`etude ui`: shows runs in a browser, while they run and afterwards. Owns the options."""
 
 import socket
 import sys
@@ -10,11 +10,6 @@ import typer
 from etude.cli.options import group
 from etude.errors import ConfigError
 from etude.run.endpoints import HOST
-from etude.run.run_url import is_run_url
-from etude.run.serving import run_until_signal
-from etude.run.working_folder import open_run_folder
-from etude.ui.page import be_child, listen, new_token, page_url, serve_page
-from etude.ui.runs import RunList, check_places
 
 RUNS = Path("runs")
 """Folder of runs that `etude run` makes by default."""
@@ -34,10 +29,16 @@ def ui(
     descriptor: Annotated[int | None, typer.Option("--fd", hidden=True)] = None,
 ) -> None:
     """Look at runs in a browser: curves, rollouts, weights, users, live."""
-    if descriptor is not None:
-        be_child()
     if not runs and not RUNS.is_dir():
         raise ConfigError("there is no folder 'runs' here: name a run, or a folder with runs")
+    from etude.run.run_url import is_run_url
+    from etude.run.serving import run_until_signal
+    from etude.run.working_folder import open_run_folder
+    from etude.ui.page import be_child, listen, new_token, page_url, serve_page
+    from etude.ui.runs import RunList, check_places
+
+    if descriptor is not None:
+        be_child()
     places = [open_run_folder(run, writes=False).path if is_run_url(run) else Path(run) for run in runs or [str(RUNS)]]
     check_places(places)
     token = new_token()

@@ -7,22 +7,15 @@ in answers of OpenAI's and Anthropic's APIs: whole answers, and streams of serve
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import orjson
 
 from etude.errors import ConfigError
+from etude.gateway.upstream.apis import ANTHROPIC_VERSION, Api
 from etude.types import Json
 
-Api: TypeAlias = Literal["openai", "anthropic"]
-"""The two supported APIs."""
-ANTHROPIC_VERSION = "2023-06-01"
-"""Value of the header that Anthropic's API requires."""
-COMPLETIONS = ("chat/completions", "completions", "responses", "messages")
-"""Paths below ``/v1/`` of calls that sample."""
-PATHS = (*COMPLETIONS, "messages/count_tokens")
-"""Paths that agents may call: code in a sandbox must not reach the files, batches or keys of an account."""
 AGENTS_TOOLS = ("function", "custom", "bash", "text_editor", "computer", "memory", "local_shell", "apply_patch")
 """Prefixes of the types of tools that agents run themselves. The API runs all others: they search the web, call
 servers, execute code.

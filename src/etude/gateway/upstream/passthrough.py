@@ -28,7 +28,8 @@ from aiohttp import web
 from etude.aio import never
 from etude.backoff import Backoff
 from etude.errors import ConfigError, SessionLost, UserError
-from etude.gateway.upstream.calls import COMPLETIONS, PATHS, TokenUsage, Upstream, beyond_the_model, read_usage
+from etude.gateway.upstream.apis import COMPLETIONS, PATHS
+from etude.gateway.upstream.calls import TokenUsage, Upstream, beyond_the_model, read_usage
 from etude.gateway.upstream.translation import (
     CONTEXT_CODE,
     Untranslatable,

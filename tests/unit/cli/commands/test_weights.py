@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pytest
 from rich.console import Console
 
-from etude.cli.commands import weights
+from etude.cli.commands.weight_store import log_of, versions_table
 from etude.cli.main import main
 from etude.config.loading import parse_config
 from etude.run.folder import RunFolder
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> str:
 
 @pytest.fixture
 def log(store: str) -> WeightLog:
-    return weights.log_of(store)
+    return log_of(store)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def packs(store: str) -> list[Path]:
 @pytest.mark.parametrize("width", [60, 200])
 def test_versions_are_listed_with_their_lineage_and_links(log: WeightLog, width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
-    console.print(weights.versions_table(log))
+    console.print(versions_table(log))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "0 → 4" in text and (width < 200 or text.count("études") == VERSIONS)
@@ -82,7 +82,7 @@ def test_damage_is_named_fixed_from_a_mirror_and_gone(etude: Etude, store: str, 
     assert damaged.startswith("2: ") and "weights repair" in damaged and victim.name in damaged
     etude("repair", "--mirror", mirror)
     assert "sound" in etude("verify")
-    assert pull(weights.log_of(store)).digest == state_digest(synthetic_version(VERSIONS - 1))
+    assert pull(log_of(store)).digest == state_digest(synthetic_version(VERSIONS - 1))
 
 
 def test_a_version_becomes_safetensors(etude: Etude, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from api_models import CACHED_TOKENS, KEY, ApiModel, serving_model
 from etude.clock import SystemClock
 from etude.errors import SessionLost
-from etude.gateway.upstream.calls import Api, Upstream
+from etude.gateway.upstream.apis import Api
+from etude.gateway.upstream.calls import Upstream
 from etude.gateway.upstream.passthrough import Passthrough
 from etude.protocols import Session
 from etude.run.serving import listening

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from etude.cli.commands import eval as evaluating
-from etude.cli.commands.eval import progress_bar
+from etude.cli import progress as progress_module
+from etude.cli.progress import progress_bar
 
 
 def test_a_log_has_a_line_now_and_then_and_one_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,7 +18,7 @@ def test_a_log_has_a_line_now_and_then_and_one_at_the_end(capsys: pytest.Capture
 def test_no_line_says_what_the_one_before_did(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluating, "LINE_S", 0.0)
+    monkeypatch.setattr(progress_module, "LINE_S", 0.0)
     with progress_bar("suite") as progress:
         for ended in (0, 1, 1, 2):
             progress(ended, 9)
