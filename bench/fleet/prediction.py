@@ -3,7 +3,7 @@
 from bench.fleet.demo import RECIPE, DemoLog, run_keys
 from bench.fleet.plan import FleetPlan
 from bench.plan.comparison import Comparison
-from etude.cli.commands.plan_run import shared_cores
+from etude.cli.actions.plan_run import shared_cores
 from etude.config.loading import load_recipe
 from etude.simulation.figures import RunFigures
 from etude.simulation.fit import calibrate

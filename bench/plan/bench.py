@@ -20,7 +20,7 @@ from bench.report import envelope, so_far
 from bench.starts import prepared_start, starting_from
 from bench.tables import results_page
 from bench.trials.trials import finished_run
-from etude.cli.commands.plan_run import regions_of, shared_cores
+from etude.cli.actions.plan_run import regions_of, shared_cores
 from etude.config.loading import load_recipe
 from etude.errors import UserError
 from etude.run.folder import RunFolder

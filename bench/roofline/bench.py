@@ -18,7 +18,7 @@ from bench.engine.card import BATCH, CONTEXTS, QWEN3_8B
 from bench.report import Goal, envelope
 from bench.roofline.here import check_here
 from bench.tables import results_page
-from etude.cli.commands.plan_roofline import assumptions
+from etude.cli.actions.plan_roofline import assumptions
 from etude.run.gpu_machine import GpuMachine
 from etude.run.roofline import DecodeStep, Rates, TrainingStep
 from etude.types import Json

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from etude.cli.commands.conversation import ReplyPrinter
+from etude.cli.actions.conversation import ReplyPrinter
 from etude.cli.main import main
 from etude.config.recipe import LedgerConfig
 from etude.dashboard.formatting import visible

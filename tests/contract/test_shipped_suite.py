@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli.commands.build_suite import in_use
+from etude.cli.actions.build_suite import in_use
 from etude.cli.main import main
 from etude.config.suite import SUITE_FILE
 from etude.dashboard.suite_results import read_results

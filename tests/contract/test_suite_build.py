@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from api_models import KEY, ApiModel, behind
-from etude.cli.commands.build_suite import refresh, today
+from etude.cli.actions.build_suite import refresh, today
 from etude.cli.main import main
 from etude.dashboard.suite_results import read_results
 from etude.errors import SandboxError

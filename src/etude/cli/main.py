@@ -1,7 +1,7 @@
 """The command line: finds the module of a command in ``cli/commands``, runs it, and returns its exit status.
 
-A command's module is imported only when the command is called. Most modules own the options, and import the rest once
-these are right, so that neither ``etude --help`` nor the help of a command imports torch.
+A command's module is imported only when the command is called. It owns the options; the modules of ``cli/actions`` do
+the work, and are imported once the options are right, so that no help imports torch.
 """
 
 import io

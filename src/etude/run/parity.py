@@ -10,7 +10,7 @@ Layer by layer: the same sequences go through the trainer's forward pass and thr
 its three attention paths; the outputs of attention and feed-forward of each layer are compared position by position.
 The first row that differs locates the fault.
 
-`etude doctor` (:mod:`etude.cli.commands.compare_numerics`) is another caller.
+`etude doctor` (:mod:`etude.cli.actions.compare_numerics`) is another caller.
 
 Shape legend: B sequences, T positions, N tokens of one pass, H hidden, S sparse layers, k experts per token.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.core import TyperGroup
 
-from etude.cli.commands.start_run import start, status_of
+from etude.cli.actions.start_run import start, status_of
 from etude.cli.main import COMMANDS, load, main
 from etude.cli.options import own_name
 from etude.config.loading import load_recipe

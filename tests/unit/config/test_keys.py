@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli.commands.explain_keys import markdown
+from etude.cli.actions.explain_keys import markdown
 from etude.config.keys import RecipeKey, count_keys, find, tables
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig

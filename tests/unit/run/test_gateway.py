@@ -12,8 +12,8 @@ import pytest
 
 from certificates import certificate
 from etude.aio import background_task
+from etude.cli.actions.manage_keys import add_key
 from etude.cli.commands.keys import revoke
-from etude.cli.commands.manage_keys import add_key
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.recipe import RunConfig

@@ -9,7 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
-from etude.cli.commands.ask_judge import JudgeCheck, calibrate_beside, check
+from etude.cli.actions.ask_judge import JudgeCheck, calibrate_beside, check
 from etude.cli.main import main
 from etude.config.loading import default_recipe, load_recipe
 from etude.config.recipe import RunConfig

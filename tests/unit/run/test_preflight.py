@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from chat_formats import TEMPLATES, make_tokenizer
-from etude.cli.commands.compare_numerics import show_calls
+from etude.cli.actions.compare_numerics import show_calls
 from etude.config.loading import default_recipe, load_recipe
 from etude.config.recipe import RunConfig
 from etude.config.training import ModelShape

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from etude.cli.commands.plan_priced import goal_json, goal_words, load_plan, other_words
+from etude.cli.actions.plan_priced import goal_json, goal_words, load_plan, other_words
 from etude.config.loading import load_recipe
 from etude.errors import ConfigError
 from etude.models.spec import ModelSpec

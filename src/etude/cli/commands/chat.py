@@ -1,6 +1,6 @@
 """`etude chat`: talk with the newest weights of a run, or with any gateway, from a terminal.
 
-Owns the options. :mod:`etude.cli.commands.conversation` does the rest.
+Owns the options. :mod:`etude.cli.actions.conversation` does the rest.
 """
 
 from typing import Annotated
@@ -29,7 +29,7 @@ def chat(
     if run is not None and url is None:
         if key_env:
             raise ConfigError(f"--key-env {key_env} has no effect on a run, whose own key is used: leave it out")
-        from etude.cli.commands.conversation import chat_with_run
+        from etude.cli.actions.conversation import chat_with_run
         from etude.run.working_folder import open_run_folder
 
         chat_with_run(open_run_folder(run))
@@ -37,7 +37,7 @@ def chat(
         key = key_in(key_env, KEY_VARIABLE)
         if not key:
             raise ConfigError(f"--url {url} needs a key: export {KEY_VARIABLE}, or name its variable by --key-env")
-        from etude.cli.commands.conversation import chat_with
+        from etude.cli.actions.conversation import chat_with
 
         chat_with(url, key)
     else:

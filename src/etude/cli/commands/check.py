@@ -1,6 +1,6 @@
 """`etude check`: tests whether this machine has all that a recipe needs. `etude run` begins with the same checks.
 
-Owns the options. The checks are in :mod:`etude.run.preflight`, their output in :mod:`etude.cli.commands.show_checks`.
+Owns the options. The checks are in :mod:`etude.run.preflight`, their output in :mod:`etude.cli.actions.show_checks`.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def check(
     """
     if fleet and not pretend:
         raise ConfigError("--fleet needs --pretend; to check real machines, use `etude doctor --fleet`")
-    from etude.cli.commands.show_checks import show_machine, show_pretended
+    from etude.cli.actions.show_checks import show_machine, show_pretended
 
     if pretend:
         show_pretended(recipe, overrides, pretend, fleet)

@@ -1,6 +1,6 @@
 """`etude config`: the keys of a recipe, in the terminal and as the page ``docs/recipe-keys.md``.
 
-Owns the options. :mod:`etude.cli.commands.explain_keys` does the rest.
+Owns the options. :mod:`etude.cli.actions.explain_keys` does the rest.
 """
 
 from typing import Annotated
@@ -22,7 +22,7 @@ def config(
     as_page: Annotated[bool, typer.Option("--markdown", help="Print the page docs/recipe-keys.md.")] = False,
 ) -> None:
     """Explain the keys of a recipe."""
-    from etude.cli.commands.explain_keys import explained, markdown, overview
+    from etude.cli.actions.explain_keys import explained, markdown, overview
     from etude.config.keys import find, tables
 
     if as_page:

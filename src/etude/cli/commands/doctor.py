@@ -41,7 +41,7 @@ def doctor(
     if fleet is not None:
         if parity or model is not None or overrides:
             raise ConfigError("--fleet can be combined with --run only: it compares no engine with a trainer")
-        from etude.cli.commands.examine_fleet import show_fleet
+        from etude.cli.actions.examine_fleet import show_fleet
 
         return show_fleet(fleet, run)
     ignored = [name for name, value in {"model": model, "run": run, "set": overrides}.items() if value]
@@ -51,11 +51,11 @@ def doctor(
         raise ConfigError("--model and --run: give one of the two")
     if not parity:
         with without_collections():
-            from etude.cli.commands.examine_machine import show_machine
+            from etude.cli.actions.examine_machine import show_machine
 
         show_machine()
         return 0
     with without_collections():
-        from etude.cli.commands.compare_numerics import compare_model, compare_run
+        from etude.cli.actions.compare_numerics import compare_model, compare_run
 
     return compare_model(model, overrides) if run is None else compare_run(run, overrides)

@@ -1,6 +1,6 @@
 """`etude eval`: evaluates versions of runs on the held-out tasks and prints the figures as tables or JSON.
 
-Owns the options. :mod:`etude.cli.commands.evaluate_run` does the rest.
+Owns the options. :mod:`etude.cli.actions.evaluate_run` does the rest.
 """
 
 from typing import Annotated
@@ -47,7 +47,7 @@ def evaluate_version(
     if max(ks) > passes:
         raise ConfigError(f"--k {k}: pass@{max(ks)} takes as many tries of a task, raise --passes")
     with without_collections():
-        from etude.cli.commands.evaluate_run import compare_runs, measure_run
+        from etude.cli.actions.evaluate_run import compare_runs, measure_run
         from etude.dashboard.evaluation import Measure, TokenPrices
         from etude.run.evaluate import EvalRequest
         from etude.run.working_folder import open_run_folder

@@ -39,7 +39,7 @@ def process(
 @app.command()
 def status(run: Run) -> None:
     """Count sessions and signals by their state, and list requests for deletion."""
-    from etude.cli.commands.stored_feedback import show_counts
+    from etude.cli.actions.stored_feedback import show_counts
 
     show_counts(run)
 
@@ -54,7 +54,7 @@ def delete(
     """Delete all data of a user or a session, and name the weight versions that were trained on any of it."""
     if bool(user) == bool(session):
         raise UserError("etude feedback delete: give either --user NAME or --session ID")
-    from etude.cli.commands.stored_feedback import delete_data
+    from etude.cli.actions.stored_feedback import delete_data
 
     delete_data(run, user=user, session=session)
 
@@ -62,7 +62,7 @@ def delete(
 @app.command()
 def export(run: Run, user: User) -> None:
     """Print all data of a user as JSON, one session per line, for a user who asks to see it."""
-    from etude.cli.commands.stored_feedback import export_data
+    from etude.cli.actions.stored_feedback import export_data
 
     export_data(run, user)
 
@@ -70,6 +70,6 @@ def export(run: Run, user: User) -> None:
 @app.command()
 def audit(run: Run) -> None:
     """Print the audit log: who did what with users' data."""
-    from etude.cli.commands.stored_feedback import show_audit
+    from etude.cli.actions.stored_feedback import show_audit
 
     show_audit(run)

@@ -31,7 +31,7 @@ def render(
     overrides: Overrides,
 ) -> None:
     """Write the files with which a cluster starts and restarts the processes of a run. Nothing is started."""
-    from etude.cli.commands.manage_fleet import render_files
+    from etude.cli.actions.manage_fleet import render_files
 
     render_files(fleet, recipe, overrides, launcher, out)
 
@@ -45,7 +45,7 @@ def create(
     overrides: Overrides,
 ) -> None:
     """Create a run in the store of a fleet's home region, where the processes of `etude fleet render` open it."""
-    from etude.cli.commands.manage_fleet import create_on_fleet
+    from etude.cli.actions.manage_fleet import create_on_fleet
 
     settings = [f"ledger.url={json.dumps(ledger)}"] if ledger else []
     create_on_fleet(fleet, recipe, [*overrides, *settings])
@@ -54,7 +54,7 @@ def create(
 @app.command()
 def apply(fleet: FleetPath, *, run: Run) -> None:
     """Change the number and resources of a fleet's processes; each region follows within seconds."""
-    from etude.cli.commands.manage_fleet import apply_fleet
+    from etude.cli.actions.manage_fleet import apply_fleet
 
     apply_fleet(fleet, run)
 
@@ -62,7 +62,7 @@ def apply(fleet: FleetPath, *, run: Run) -> None:
 @app.command()
 def status(*, run: Run) -> None:
     """Show the desired and the observed processes, as the supervisor of each region wrote them into its store."""
-    from etude.cli.commands.manage_fleet import show_status
+    from etude.cli.actions.manage_fleet import show_status
 
     show_status(run)
 

@@ -1,6 +1,6 @@
 """`etude judge`: tests and calibrates the judge of a recipe or a suite, without a run.
 
-Owns the options. :mod:`etude.cli.commands.ask_judge` does the rest.
+Owns the options. :mod:`etude.cli.actions.ask_judge` does the rest.
 """
 
 from dataclasses import asdict
@@ -19,7 +19,7 @@ app = group()
 @app.command("check")
 def check_command(recipe: RecipePath, *, overrides: Overrides) -> int:
     """Check whether the judge answers, what it costs, and whether a run would trust it."""
-    from etude.cli.commands.ask_judge import check, recipe_with_judge
+    from etude.cli.actions.ask_judge import check, recipe_with_judge
 
     report = check(recipe_with_judge(recipe, overrides))
     print("\n".join(report.lines))
@@ -37,7 +37,7 @@ def calibrate_command(
     overrides: Overrides,
 ) -> None:
     """Compare the judge with people's labels of some texts, and write the report beside the rubrics."""
-    from etude.cli.commands.ask_judge import NO_CALIBRATIONS, calibrate_beside, check_aspect, recipe_with_judge
+    from etude.cli.actions.ask_judge import NO_CALIBRATIONS, calibrate_beside, check_aspect, recipe_with_judge
 
     config = recipe_with_judge(recipe, [*overrides, NO_CALIBRATIONS])
     for name in aspect:
@@ -58,7 +58,7 @@ def score(
 ) -> None:
     """Judge one text and print the judgement as JSON."""
     given, done = _read("--task", task), _read("--work", work)
-    from etude.cli.commands.ask_judge import NO_CALIBRATIONS, check_aspect, judge_text, recipe_with_judge
+    from etude.cli.actions.ask_judge import NO_CALIBRATIONS, check_aspect, judge_text, recipe_with_judge
 
     config = recipe_with_judge(recipe, [*overrides, NO_CALIBRATIONS])
     check_aspect(config, aspect)

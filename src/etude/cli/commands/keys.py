@@ -37,7 +37,7 @@ def add(
     expires_s: Annotated[float | None, typer.Option(help="Seconds until the key expires (default: never).")] = None,
 ) -> None:
     """Make a key; its secret is printed once."""
-    from etude.cli.commands.manage_keys import add_key
+    from etude.cli.actions.manage_keys import add_key
 
     limits = (requests_per_minute, tokens_per_minute)
     users = (product, consent == "train")
@@ -49,7 +49,7 @@ def add(
 @app.command("ls")
 def list_keys(file: KeyPath) -> None:
     """List the keys."""
-    from etude.cli.commands.manage_keys import show_keys
+    from etude.cli.actions.manage_keys import show_keys
 
     show_keys(file)
 
@@ -57,7 +57,7 @@ def list_keys(file: KeyPath) -> None:
 @app.command()
 def revoke(file: KeyPath, key: Annotated[str, typer.Argument(help="The key's id, or the beginning of it.")]) -> None:
     """Revoke a key, by its id or a beginning that no other id has."""
-    from etude.cli.commands.manage_keys import revoke_key
+    from etude.cli.actions.manage_keys import revoke_key
 
     revoke_key(file, key)
 

@@ -1,6 +1,6 @@
 """`etude plan`: predicts memory, speed and course of a recipe's run, also for GPUs that you do not have.
 
-Owns the options. Output is in the modules beside this one, which are imported when they are needed.
+Owns the options. Output is in modules of ``cli/actions``, which are imported when they are needed.
 """
 
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ def run(
             raise ConfigError("--search simulates a few steps of each split: leave --hours out, then plan the result")
         if precision is not None and hours is None:
             raise ConfigError(f"--precision {precision:g} needs --hours, such as --hours 720")
-        from etude.cli.commands.plan_priced import load_plan, show_priced
+        from etude.cli.actions.plan_priced import load_plan, show_priced
         from etude.config.loading import load_recipe
         from etude.simulation.split import SimulationExtent, parse_goal
 
@@ -98,7 +98,7 @@ def run(
         return
     refuse({"--assume": assume, "--search": search}, "a plan from a run takes its speeds from there and has no prices")
     refuse({"--hours": hours, "--precision": precision}, "a plan from a run has that run's steps")
-    from etude.cli.commands.plan_run import regions_of, show_plan, simulate_like
+    from etude.cli.actions.plan_run import regions_of, show_plan, simulate_like
     from etude.config.loading import load_recipe
 
     config = load_recipe(recipe, overrides)
@@ -129,7 +129,7 @@ def memory(
 
     Of the model, only config.json is needed.
     """
-    from etude.cli.commands.plan_memory import machine_of, show_memory
+    from etude.cli.actions.plan_memory import machine_of, show_memory
 
     machine = machine_of(pretend, gpus, gpu_memory, default=DEFAULT)
     show_memory(recipe, overrides, machine, fleet, as_json=as_json)
@@ -141,6 +141,6 @@ def roofline(recipe: RecipePath, *, overrides: Overrides, pretend: Pretend = "",
 
     Of the model, only config.json is needed. Every assumption is printed.
     """
-    from etude.cli.commands.plan_roofline import show_roofline
+    from etude.cli.actions.plan_roofline import show_roofline
 
     show_roofline(recipe, overrides, pretend or DEFAULT, as_json=as_json)

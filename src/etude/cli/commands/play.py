@@ -1,6 +1,6 @@
 """`etude play`: shows how the agent of a run solves a held-out task, with one of its weight versions or with two.
 
-Owns the options. :mod:`etude.cli.commands.played_task` does the rest.
+Owns the options. :mod:`etude.cli.actions.played_task` does the rest.
 """
 
 from typing import Annotated
@@ -24,7 +24,7 @@ def play_command(
 ) -> None:
     """Watch the agent of a run solve a held-out task, turn by turn, until it is graded."""
     with without_collections():
-        from etude.cli.commands.played_task import show_task
+        from etude.cli.actions.played_task import show_task
 
     versions = [version] if against is None else [against, version]
     show_task(run, number, versions, temperature=1.0 if sampled else 0.0)

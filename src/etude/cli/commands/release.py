@@ -40,7 +40,7 @@ def status(
     run: RunPath, *, version: Annotated[int | None, typer.Option(help="Show only this version.")] = None
 ) -> None:
     """Show each release, and its changes of state with their reasons."""
-    from etude.cli.commands.manage_releases import show_releases
+    from etude.cli.actions.manage_releases import show_releases
 
     show_releases(run, version)
 
@@ -53,7 +53,7 @@ def approve(
     by: By = "",
 ) -> None:
     """Approve a candidate, so that users may get it."""
-    from etude.cli.commands.manage_releases import request_approval
+    from etude.cli.actions.manage_releases import request_approval
 
     request_approval(run, version, by)
 
@@ -61,7 +61,7 @@ def approve(
 @app.command()
 def rollback(run: RunPath, *, by: By = "") -> None:
     """Take back the candidate that is being released; without one, return to the previous release."""
-    from etude.cli.commands.manage_releases import request_rollback
+    from etude.cli.actions.manage_releases import request_rollback
 
     request_rollback(run, by)
 
@@ -74,6 +74,6 @@ def propose(
     by: By = "",
 ) -> None:
     """Propose weights from elsewhere as a candidate: the trainer continues from them, and the gate decides."""
-    from etude.cli.commands.propose_checkpoint import propose_checkpoint
+    from etude.cli.actions.propose_checkpoint import propose_checkpoint
 
     propose_checkpoint(run, checkpoint, by)

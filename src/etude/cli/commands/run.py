@@ -1,7 +1,7 @@
 """`etude run`: starts or continues the whole loop of a recipe, on this machine or on a fleet.
 
 Owns the options, and the order in which code is imported: a wrong option or recipe is an error at once, and the fork
-server imports while this process does. :mod:`etude.cli.commands.start_run` does the rest.
+server imports while this process does. :mod:`etude.cli.actions.start_run` does the rest.
 """
 
 import json
@@ -65,7 +65,7 @@ def run(
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
         with without_collections():
-            from etude.cli.commands.start_run import resume_run
+            from etude.cli.actions.start_run import resume_run
 
         return resume_run(resume, overrides, fleet)
     if recipe is None:
@@ -74,19 +74,19 @@ def run(
         raise ConfigError(f"--out {out} would have no effect with --at: the working folder lies below ETUDE_WORK")
     if copy_limit is not None and at is None:
         raise ConfigError(f"--copy-limit {copy_limit:g} would have no effect without --at: nothing is copied")
-    from etude.cli.commands.run_recipe import read_recipe
+    from etude.cli.actions.run_recipe import read_recipe
 
     chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
     settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
     config, machines = read_recipe(recipe, [*overrides, *settings], fleet)
     if dry_run:
-        from etude.cli.commands.dry_run import print_recipe
+        from etude.cli.actions.dry_run import print_recipe
 
         return print_recipe(config)
     if machines is None or machines.launcher == "local":
         fork_server()
     with without_collections():
-        from etude.cli.commands.start_run import begin, begin_at
+        from etude.cli.actions.start_run import begin, begin_at
 
     if at is None:
         return begin(config, machines, out)

@@ -69,7 +69,7 @@ def serve(
     if (replica or region) and not announce:
         raise ConfigError("--replica and --region would have no effect without --announce: they name a fleet's host")
     name = process_name(SANDBOXES.command, replica, region)
-    from etude.cli.commands.lend_sandboxes import SandboxLending, lend
+    from etude.cli.actions.lend_sandboxes import SandboxLending, lend
 
     lend(
         SandboxLending(
@@ -93,7 +93,7 @@ def drain(
 
     The key in ETUDE_SANDBOXES_KEY must be the server's only one, or an operator's (--clients FILE).
     """
-    from etude.cli.commands.lend_sandboxes import drain_server
+    from etude.cli.actions.lend_sandboxes import drain_server
 
     drain_server(url)
 
@@ -109,6 +109,6 @@ def probe_command(
 ) -> int:
     """Print a description of a sandbox (versions, limits, tools), or its differences from another one."""
     sandboxes = sandbox_config(sandbox, sandbox_url)
-    from etude.cli.commands.probe_sandbox import show_probe
+    from etude.cli.actions.probe_sandbox import show_probe
 
     return show_probe(sandboxes, against)

@@ -2,7 +2,7 @@
 
     no option ──▶ an overview          filters ──▶ a list          a group, a rollout ──▶ turn by turn
 
-Owns the options and the choice of one of these three. Output is :mod:`etude.cli.commands.show_rollouts`'s.
+Owns the options and the choice of one of these three. Output is :mod:`etude.cli.actions.show_rollouts`'s.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def show(
         raise ConfigError("--export prints one rollout in its own format: give --rollout ID, and leave --json out")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit}: expected 1 or more")
-    from etude.cli.commands.show_rollouts import print_export, reader_of, show_group, show_list, show_one, show_overview
+    from etude.cli.actions.show_rollouts import print_export, reader_of, show_group, show_list, show_one, show_overview
     from etude.ledger.archive import Order, RolloutOutcome, Search, parse_comparison
     from etude.ledger.changes import TRAIN
     from etude.run.stores import open_archive

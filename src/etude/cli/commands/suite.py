@@ -2,8 +2,8 @@
 
     suite, a model behind a URL or of a run ──run──▶ results.json ──compare, report──▶ tables, a page
 
-Owns the options. :mod:`etude.cli.commands.suite_tries` makes and shows tries, :mod:`etude.cli.commands.suite_tasks`
-makes tasks, :mod:`etude.cli.commands.suite_contamination` looks for them elsewhere.
+Owns the options. :mod:`etude.cli.actions.suite_tries` makes and shows tries, :mod:`etude.cli.actions.suite_tasks`
+makes tasks, :mod:`etude.cli.actions.suite_contamination` looks for them elsewhere.
 """
 
 import json
@@ -85,7 +85,7 @@ def run_command(
         raise ConfigError("--set would have no effect with --run, since the run has its own recipe: leave it out")
     if run and temperature != 1.0:
         raise ConfigError("--temperature would have no effect with --run, which samples at 1: leave it out")
-    from etude.cli.commands.suite_tries import read_prices, show_results, try_api, try_run
+    from etude.cli.actions.suite_tries import read_prices, show_results, try_api, try_run
     from etude.run.suite import TryLimits, open_suite
 
     limits = TryLimits(
@@ -107,7 +107,7 @@ def run_command(
 @app.command("compare")
 def compare_command(before: Results, after: Results, *, prices: Prices = None, as_json: Json = False) -> None:
     """Compare two results of a suite on their common tasks: paired differences with intervals."""
-    from etude.cli.commands.suite_tries import show_comparison
+    from etude.cli.actions.suite_tries import show_comparison
 
     show_comparison(before, after, prices, as_json=as_json)
 
@@ -121,7 +121,7 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Compare several results of a suite in a table, and in a page that plots quality against cost, tokens and time."""
-    from etude.cli.commands.suite_tries import show_report
+    from etude.cli.actions.suite_tries import show_report
 
     show_report(results, html, prices, as_json=as_json)
 
@@ -141,8 +141,8 @@ def build_command(
 ) -> None:
     """Build a suite from histories: commits or releases that changed source and tests, each proved by its tests."""
     sandboxes = sandbox_config(sandbox, sandbox_url)
-    from etude.cli.commands.build_suite import SuiteBuild
-    from etude.cli.commands.suite_tasks import build_suite
+    from etude.cli.actions.build_suite import SuiteBuild
+    from etude.cli.actions.suite_tasks import build_suite
     from etude.taskgen.preparation import Settings
 
     settings = Settings(base=base, before=before)
@@ -156,7 +156,7 @@ def build_command(
 def fetch_command(suite: SuiteFolder, *, sandbox: Sandbox = "ns", sandbox_url: SandboxUrl = "") -> None:
     """Make the tasks of a suite that has only records of them. Sources and tests are fetched from their publisher."""
     sandboxes = sandbox_config(sandbox, sandbox_url)
-    from etude.cli.commands.suite_tasks import fetch_suite
+    from etude.cli.actions.suite_tasks import fetch_suite
 
     fetch_suite(suite, sandboxes)
 
@@ -180,7 +180,7 @@ def contamination_command(
     if texts is None and not (url and model):
         raise ConfigError("look where? give a folder of training texts, or --url and --model of an API, or both")
     upstream = _upstream(url, model, api, key_env, extra) if url or model else None
-    from etude.cli.commands.suite_contamination import show_contamination
+    from etude.cli.actions.suite_contamination import show_contamination
 
     return int(show_contamination(suite, texts, upstream, concurrency=concurrency, as_json=as_json))
 
@@ -215,7 +215,7 @@ def refresh_command(
 ) -> None:
     """Add new changes; retire tasks that are always solved, never solved or leaked, with the date and the reason."""
     sandboxes = sandbox_config(sandbox, sandbox_url)
-    from etude.cli.commands.suite_tasks import SuiteRefresh, refresh_suite
+    from etude.cli.actions.suite_tasks import SuiteRefresh, refresh_suite
     from etude.taskgen.preparation import Settings
 
     options = SuiteRefresh(

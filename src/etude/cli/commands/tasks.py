@@ -40,8 +40,8 @@ def build_command(
     if bool(installer) != bool(model):
         raise ConfigError("--installer and --model go together: give the URL of the API and the name of the model")
     sandboxes = sandbox_config(sandbox, sandbox_url)
-    from etude.cli.commands.build_tasks import BuildOptions
-    from etude.cli.commands.show_build import show_build
+    from etude.cli.actions.build_tasks import BuildOptions
+    from etude.cli.actions.show_build import show_build
     from etude.taskgen.installer import InstallerOptions
     from etude.taskgen.preparation import Settings
 
@@ -73,12 +73,12 @@ def check_command(
     """Verify tasks again, or compare simulated sessions with recorded ones of production."""
     if folder is not None and fidelity is None:
         sandboxes = sandbox_config(sandbox, sandbox_url)
-        from etude.cli.commands.check_tasks import check_tasks
+        from etude.cli.actions.check_tasks import check_tasks
 
         return 0 if check_tasks(folder, sandboxes, every=every, as_json=as_json) else ExitCode.USER_ERROR
     if fidelity is None or folder is not None:
         raise ConfigError("check what? give a folder of tasks, or --fidelity PRODUCTION SIMULATED")
-    from etude.cli.commands.check_tasks import compare_sessions
+    from etude.cli.actions.check_tasks import compare_sessions
 
     compare_sessions(*fidelity, as_json=as_json)
     return 0
@@ -92,7 +92,7 @@ def list_tasks(
     count: Annotated[int, typer.Option(help="Number of tasks.")] = 3,
 ) -> None:
     """Print some training or held-out tasks, and the number of both."""
-    from etude.cli.commands.list_tasks import show_tasks
+    from etude.cli.actions.list_tasks import show_tasks
 
     show_tasks(source, split, count)
 
@@ -114,6 +114,6 @@ def export_command(
     count: Annotated[int, typer.Option(help="Number of tasks.")] = 10,
 ) -> int:
     """Write tasks in Harbor's format; a task built from a repository includes its solution in ``solution/``."""
-    from etude.cli.commands.export_tasks import export_tasks
+    from etude.cli.actions.export_tasks import export_tasks
 
     return export_tasks(source, out, split, count)

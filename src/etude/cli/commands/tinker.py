@@ -1,6 +1,6 @@
 """`etude tinker`: a model that programs train step by step, over the Tinker API.
 
-Owns the options and the key. The server is started by :mod:`etude.cli.commands.serve_tinker`.
+Owns the options and the key. The server is started by :mod:`etude.cli.actions.serve_tinker`.
 """
 
 import os
@@ -40,7 +40,7 @@ def tinker(
     if not key.startswith(KEY_PREFIX):
         raise ConfigError(f"{KEY_VARIABLE} must begin with {KEY_PREFIX!r}: the SDK refuses any other key")
     with without_collections():
-        from etude.cli.commands.serve_tinker import serve
+        from etude.cli.actions.serve_tinker import serve
         from etude.run.serving import run_until_signal
         from etude.tinker.service import TinkerOptions, TinkerService
 

@@ -33,7 +33,7 @@ app = group()
 @app.command("ls")
 def list_versions(store: Store, *, log_id: LogId = None) -> None:
     """List the versions, the version that each was made from, and the links between them."""
-    from etude.cli.commands.weight_store import show_versions
+    from etude.cli.actions.weight_store import show_versions
 
     show_versions(store, log_id)
 
@@ -41,7 +41,7 @@ def list_versions(store: Store, *, log_id: LogId = None) -> None:
 @app.command()
 def verify(store: Store, *, log_id: LogId = None, every: All = False) -> None:
     """Check every object and digest."""
-    from etude.cli.commands.weight_store import verify_store
+    from etude.cli.actions.weight_store import verify_store
 
     verify_store(store, log_id, every=every)
 
@@ -53,7 +53,7 @@ def repair(
     mirror: Annotated[str | None, typer.Option(help="Another store of the same log, for sound objects.")] = None,
 ) -> None:
     """Repair what can be repaired."""
-    from etude.cli.commands.weight_store import repair_store
+    from etude.cli.actions.weight_store import repair_store
 
     repair_store(store, mirror)
 
@@ -72,8 +72,8 @@ def pull_command(
     at_least: AtLeast = 0,
 ) -> None:
     """Fetch a version as safetensors files."""
-    from etude.cli.commands.pull_weights import extend_folder, pull_version
-    from etude.cli.commands.weight_store import log_of
+    from etude.cli.actions.pull_weights import extend_folder, pull_version
+    from etude.cli.actions.weight_store import log_of
 
     log = log_of(store, log_id=log_id, at_least=at_least)
     if versions:
@@ -91,7 +91,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
     """Delete what no present or future reader needs."""
-    from etude.cli.commands.weight_store import collect_garbage
+    from etude.cli.actions.weight_store import collect_garbage
 
     collect_garbage(store, keep=keep, grace_s=grace_s, dry_run=dry_run)
 
@@ -121,7 +121,7 @@ def diff(
     log_id: LogId = None,
 ) -> None:
     """Compare two versions, tensor by tensor."""
-    from etude.cli.commands.compare_weights import compare_versions
+    from etude.cli.actions.compare_weights import compare_versions
 
     compare_versions(store, first, second, every=every, log_id=log_id)
 
@@ -131,7 +131,7 @@ def invert(store: Store, first: int, second: int) -> None:
     """Write a link from a newer version back to an older one, for rollbacks. It is computed from existing links."""
     if second >= first:
         raise UserError(f"{first} → {second} is not a way back: give the newer version first")
-    from etude.cli.commands.weight_store import invert_link
+    from etude.cli.actions.weight_store import invert_link
 
     invert_link(store, first, second)
 
@@ -150,6 +150,6 @@ def relay(
     If a region has several relays, one copies and another takes over when it stops. A store that cannot be reached is
     retried without limit.
     """
-    from etude.cli.commands.relay_weights import relay_store
+    from etude.cli.actions.relay_weights import relay_store
 
     relay_store(store, region, once=once, log_id=log_id, at_least=at_least)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from etude.cli.actions.evaluate_run import parse_against
 from etude.cli.commands.eval import numbers
-from etude.cli.commands.evaluate_run import parse_against
 from etude.config.loading import default_recipe
 from etude.errors import ConfigError, RunFolderError
 from etude.run.folder import RunFolder

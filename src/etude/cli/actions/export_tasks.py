@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from etude.cli.commands.list_tasks import first_tasks
+from etude.cli.actions.list_tasks import first_tasks
 from etude.cli.console import log
 from etude.config.loading import is_recipe, load_recipe
 from etude.errors import ExitCode

@@ -4,7 +4,7 @@ import random
 import time
 
 from etude.backoff import Backoff
-from etude.cli.commands.weight_store import log_of
+from etude.cli.actions.weight_store import log_of
 from etude.cli.console import console
 from etude.errors import InfrastructureError
 from etude.run.heartbeat import Heartbeat

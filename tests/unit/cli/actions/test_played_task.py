@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from etude.cli.commands.played_task import Transcript, heading, side_by_side, task_of, turn_block, verdict
+from etude.cli.actions.played_task import Transcript, heading, side_by_side, task_of, turn_block, verdict
 from etude.config.loading import default_recipe
 from etude.errors import ConfigError
 from etude.protocols import Completion

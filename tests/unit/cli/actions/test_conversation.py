@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from etude.cli.commands.conversation import Chat, ReplyPrinter, Talk
+from etude.cli.actions.conversation import Chat, ReplyPrinter, Talk
 from etude.cli.main import main
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine

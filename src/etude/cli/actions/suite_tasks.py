@@ -1,6 +1,6 @@
 """The tasks of `etude suite build|fetch|refresh`: made in sandboxes of this machine, then counted and printed.
 
-Tasks are made, added and retired by :mod:`etude.cli.commands.build_suite`.
+Tasks are made, added and retired by :mod:`etude.cli.actions.build_suite`.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.cli.commands.build_suite import SuiteBuild, build, counted, fetch, in_use, refresh, take_in, today, traces_in
+from etude.cli.actions.build_suite import SuiteBuild, build, counted, fetch, in_use, refresh, take_in, today, traces_in
 from etude.cli.console import OUT, log
 from etude.config.tasks import SandboxConfig
 from etude.dashboard.formatting import visible

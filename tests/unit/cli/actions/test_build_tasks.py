@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from etude.cli.commands.build_tasks import SOUND, BuildOptions, BuildReport, build, check, try_all
+from etude.cli.actions.build_tasks import SOUND, BuildOptions, BuildReport, build, check, try_all
 from etude.errors import SandboxError
 from etude.protocols import Sandbox
 from etude.rollouts.fake import FakeSandbox

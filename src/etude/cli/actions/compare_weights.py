@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from etude.cli.commands.weight_store import log_of
+from etude.cli.actions.weight_store import log_of
 from etude.cli.console import console
 from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table

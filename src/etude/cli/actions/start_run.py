@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from etude.cli.commands.show_checks import show_ready
+from etude.cli.actions.show_checks import show_ready
 from etude.cli.options import own_name
 from etude.config.fleet import FleetConfig
 from etude.config.loading import load_fleet

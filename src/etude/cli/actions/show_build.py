@@ -4,7 +4,7 @@ import asyncio
 import json
 from dataclasses import asdict
 
-from etude.cli.commands.build_tasks import BuildOptions, BuildReport, build
+from etude.cli.actions.build_tasks import BuildOptions, BuildReport, build
 from etude.cli.console import OUT, log
 from etude.config.tasks import SandboxConfig
 from etude.run.task_sandboxes import opened_provider
@@ -12,7 +12,7 @@ from etude.taskgen.verdicts import Rejection
 
 
 def show_build(options: BuildOptions, sandboxes: SandboxConfig, *, as_json: bool) -> None:
-    """Build tasks and print the report. Raises as :func:`~etude.cli.commands.build_tasks.build`."""
+    """Build tasks and print the report. Raises as :func:`~etude.cli.actions.build_tasks.build`."""
     report = asyncio.run(_build(options, sandboxes))
     if as_json:
         OUT.out(json.dumps(asdict(report), indent=1))

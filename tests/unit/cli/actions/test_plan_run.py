@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli.commands.plan_run import parse_link, regions_of
+from etude.cli.actions.plan_run import parse_link, regions_of
 from etude.cli.main import main
 from etude.config.loading import default_recipe, parse_config
 from etude.errors import ConfigError

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from etude.cli.commands.build_tasks import SOUND, check
-from etude.cli.commands.list_tasks import UNLESS_SAID, is_harbor, sides_text
-from etude.cli.commands.show_build import meaning_of
+from etude.cli.actions.build_tasks import SOUND, check
+from etude.cli.actions.list_tasks import UNLESS_SAID, is_harbor, sides_text
+from etude.cli.actions.show_build import meaning_of
 from etude.cli.console import OUT, log
 from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.rewards.graders.script import ScriptGrader

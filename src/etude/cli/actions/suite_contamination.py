@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from etude.cli.commands.build_suite import halves_of, traces_in
+from etude.cli.actions.build_suite import halves_of, traces_in
 from etude.cli.console import OUT
 from etude.dashboard.formatting import visible
 from etude.gateway.upstream.calls import Upstream
