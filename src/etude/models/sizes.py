@@ -83,12 +83,12 @@ def saved_bytes(spec: ModelSpec, layer: int, *, item: int, fused: bool, length: 
     ``item`` is the bytes of an activation, ``length`` the tokens of a sequence.
     """
     norms = 2 * (_norm_saved(spec.hidden_size, item, fused) + item * spec.hidden_size)
-    return norms + _attention_saved(spec, item, fused, length) + _feed_saved(spec, layer, item, fused)
+    return norms + _attention_saved(spec, item, fused, length) + _feed_saved(spec, layer, item)
 
 
 def _norm_saved(width: int, item: int, fused: bool) -> int:
-    """A norm's input and its intermediate results: torch's operations on a CPU compute it in float32, step by step."""
-    if fused:
+    """A norm's input or result, and its factor; torch's operations for narrow numbers on a CPU save all in float32."""
+    if fused or item == FLOAT:
         return item * width + FLOAT
     return 2 * FLOAT * width + FLOAT
 
@@ -105,10 +105,9 @@ def _grouped_saved(grouped: GroupedSpec, item: int, fused: bool) -> int:
     heads, width = grouped.heads + grouped.kv_heads, grouped.head_dim
     products = item * (heads + grouped.kv_heads) * width
     normed = 0
-    if grouped.normed:  # of float32 numbers, the norm's input is what the product made
+    if grouped.normed:
         normed = FLOAT * heads if fused else heads * _norm_saved(width, item, fused)
-        normed -= 0 if fused or item < FLOAT else FLOAT * heads * width
-    turned = item * heads * width + _tables_saved(width, item, fused)
+    turned = item * heads * width
     outputs = item * grouped.heads * width * (1 if fused else 2) + FLOAT * grouped.heads
     return products + normed + turned + outputs
 
@@ -118,22 +117,17 @@ def _latent_saved(latent: LatentSpec, item: int, fused: bool, length: int) -> in
     width, heads = latent.kv_rank + latent.rope_dim, latent.heads
     ranks = (latent.q_rank or 0) + latent.kv_rank
     compressed = item * (ranks + latent.rope_dim) if fused else 2 * FLOAT * ranks
-    queries = item * ((latent.q_rank or 0) + heads * latent.nope_dim) + 2 * _tables_saved(latent.rope_dim, item, fused)
+    queries = item * ((latent.q_rank or 0) + heads * latent.nope_dim)
     attended = FLOAT * heads * (2 * width + latent.kv_rank + length)
     return compressed + queries + attended + item * heads * (latent.kv_rank + latent.value_dim)
 
 
-def _tables_saved(width: int, item: int, fused: bool) -> int:
-    """Rotary tables, which torch's operations round for queries and keys each."""
-    return 0 if fused or item == FLOAT else 4 * item * width
-
-
-def _feed_saved(spec: ModelSpec, layer: int, item: int, fused: bool) -> int:
+def _feed_saved(spec: ModelSpec, layer: int, item: int) -> int:
     if spec.experts is None or layer not in spec.sparse_layers:
-        return _gated_saved(spec.dense_size, item, fused)
+        return _gated_saved(spec.dense_size, item)
     experts, hidden = spec.experts, spec.hidden_size
-    pair = 2 * item * hidden + _gated_saved(experts.size, item, fused) + 3 * INDEX + FLOAT
-    return experts.per_token * pair + _gated_saved(experts.shared_size, item, fused) + _router_saved(experts, hidden)
+    pair = 2 * item * hidden + _gated_saved(experts.size, item) + 3 * INDEX + FLOAT
+    return experts.per_token * pair + _gated_saved(experts.shared_size, item) + _router_saved(experts, hidden)
 
 
 def _router_saved(experts: ExpertsSpec, hidden: int) -> int:
@@ -141,6 +135,6 @@ def _router_saved(experts: ExpertsSpec, hidden: int) -> int:
     return FLOAT * experts.count if experts.scoring == "softmax" else FLOAT * (hidden + 3 * experts.count)
 
 
-def _gated_saved(size: int, item: int, fused: bool) -> int:
-    """Gate and up, their product, and the gate's activation if it is a separate operation."""
-    return item * size * (3 if fused else 4)
+def _gated_saved(size: int, item: int) -> int:
+    """Gate and up, and their product."""
+    return item * size * 3

@@ -39,7 +39,8 @@ def test_activations_by_formula_are_the_bytes_that_torch_keeps(spec: ModelSpec, 
     rows = packed_rows((length, length), torch.device("cpu"))
     (rotary,) = model.rotary
     rotation = rotary(rows.positions_N)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    lasting = (*model.parameters(), rotation.cosines_ND, rotation.sines_ND)  # all blocks share the tables
+    own = {tensor.untyped_storage().data_ptr() for tensor in lasting}
 
     def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         return model.arithmetic.attend_packed(q, k, v, rows, rule)
