@@ -67,6 +67,11 @@ class TokenPrices:
         return PER_MILLION * spent
 
 
+def read_prices(prices: tuple[float, float, float] | None) -> TokenPrices | None:
+    """The prices of ``--prices``: of new, cached and sampled tokens."""
+    return prices and TokenPrices(new=prices[0], cached=prices[1], sampled=prices[2])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """All evaluation attempts of one weight version."""

@@ -92,9 +92,11 @@ def _tried(kind: str, make: Callable[[], SandboxProvider]) -> MachineFinding:
     except (SandboxError, ConfigError) as error:
         return MachineFinding(name=name, works=False, words=str(error))
     missing = [capability for capability in SANDBOX_NEEDS if capability not in granted]
-    claims = ", ".join(capability.replace("_", " ") for capability in sorted(granted)) or "this machine grants none"
+    names = ", ".join(capability.replace("_", " ") for capability in sorted(granted)) or "this machine grants none"
     return MachineFinding(
-        name=name, works=not missing, words=claims + (f"; not: {', '.join(missing)}" if granted and missing else "")
+        name=name,
+        works=not missing,
+        words=names + (f"; not: {', '.join(missing)}" if granted and missing else ""),
     )
 
 

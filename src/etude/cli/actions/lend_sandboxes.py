@@ -83,8 +83,8 @@ async def _serve(lending: SandboxLending, clients: Mapping[str, SandboxClient], 
     entry: Callable[[int], AbstractAsyncContextManager[object]] = contextlib.nullcontext
     if lending.announced_in:
         entry = partial(announced, lending.announced_in, lending.name)
-    following = contextlib.nullcontext() if gateways is None else background_task(gateways.follow())
-    async with following, opened_provider(lending.sandboxes) as provider:
+    gateway_task = contextlib.nullcontext() if gateways is None else background_task(gateways.follow())
+    async with gateway_task, opened_provider(lending.sandboxes) as provider:
         most = pool_limits(lending.sandboxes).ordinary if lending.sandboxes.pool_size else None
         server = SandboxServer(provider, clients, limits=ServerLimits(sandboxes=most))
         async with listening(server.app(), lending.port, host=lending.host) as bound, entry(bound):

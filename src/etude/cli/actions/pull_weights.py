@@ -59,8 +59,8 @@ def extend_folder(log: WeightLog, root: Path, version: int | None) -> None:
             console().print(f"{write_full(root, pulled.version, pulled.state)}: everything")
             return
         receiver.advance(current)
-        for following in range(current + 1, 1 + (current if target is None else target)):
+        for later in range(current + 1, 1 + (current if target is None else target)):
             before = snapshot(receiver.weights().state)
-            receiver.advance(following)
-            folder = write_delta(root, following, before, receiver.weights().state)
-            console().print(f"{folder}: what changed since version {following - 1}")
+            receiver.advance(later)
+            folder = write_delta(root, later, before, receiver.weights().state)
+            console().print(f"{folder}: what changed since version {later - 1}")

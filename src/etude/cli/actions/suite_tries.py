@@ -14,7 +14,7 @@ from etude.cli.commands.suite import DEFAULT_HARNESS
 from etude.cli.console import console
 from etude.cli.progress import progress_bar
 from etude.config.loading import is_recipe, read_tree
-from etude.dashboard.evaluation import TokenPrices, differences, figures
+from etude.dashboard.evaluation import differences, figures, read_prices
 from etude.dashboard.evaluation_text import comparison_table, evaluation_table
 from etude.dashboard.suite_report import report_page, report_rows, report_table
 from etude.dashboard.suite_results import RESULTS_FILE, SuiteResults, common_tasks, read_results
@@ -94,11 +94,6 @@ def _harness_section(given: str) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise ConfigError(f"--harness {given!r}: {file} has no [harness]: name a kind, such as {DEFAULT_HARNESS!r}")
     return section
-
-
-def read_prices(prices: tuple[float, float, float] | None) -> TokenPrices | None:
-    """The prices of ``--prices``."""
-    return prices and TokenPrices(new=prices[0], cached=prices[1], sampled=prices[2])
 
 
 def _priced(results: SuiteResults, prices: tuple[float, float, float] | None) -> SuiteResults:

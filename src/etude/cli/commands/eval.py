@@ -48,7 +48,7 @@ def evaluate_version(
         raise ConfigError(f"--k {k}: pass@{max(ks)} takes as many tries of a task, raise --passes")
     with without_collections():
         from etude.cli.actions.evaluate_run import compare_runs, measure_run
-        from etude.dashboard.evaluation import Measure, TokenPrices
+        from etude.dashboard.evaluation import Measure, read_prices
         from etude.run.evaluate import EvalRequest
         from etude.run.working_folder import open_run_folder
 
@@ -57,7 +57,7 @@ def evaluate_version(
     measure = Measure(
         pass_at=folder.config().eval.pass_at if pass_at is None else pass_at,
         ks=ks,
-        prices=prices and TokenPrices(new=prices[0], cached=prices[1], sampled=prices[2]),
+        prices=read_prices(prices),
     )
     if against is None:
         measure_run(folder, request, measure, as_json=as_json)

@@ -85,7 +85,8 @@ def run_command(
         raise ConfigError("--set would have no effect with --run, since the run has its own recipe: leave it out")
     if run and temperature != 1.0:
         raise ConfigError("--temperature would have no effect with --run, which samples at 1: leave it out")
-    from etude.cli.actions.suite_tries import read_prices, show_results, try_api, try_run
+    from etude.cli.actions.suite_tries import show_results, try_api, try_run
+    from etude.dashboard.evaluation import read_prices
     from etude.run.suite import TryLimits, open_suite
 
     limits = TryLimits(
