@@ -5,8 +5,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from etude.cli.actions.weight_store import log_of
 
+from etude.cli.actions.weight_store import log_of
 from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, FencedError
 from etude.ledger.ledger import Ledger

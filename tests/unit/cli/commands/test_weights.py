@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from etude.cli.actions.weight_store import log_of, versions_table
 from rich.console import Console
 
+from etude.cli.actions.weight_store import log_of, versions_table
 from etude.cli.main import main
 from etude.config.loading import parse_config
 from etude.run.folder import RunFolder
