@@ -79,6 +79,7 @@ class ModelledRegion:
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         """End a session and return its turns."""
         self.min_versions.pop(session_id, None)
+        self.pool.forget(session_id)
         return await self.sessions.close(session_id.partition("/")[2])
 
     async def discard(self, session_id: str) -> None:

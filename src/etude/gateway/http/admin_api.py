@@ -99,7 +99,8 @@ class AdminApi:
         fields.refuse_unknown({FORK_OF, SESSION_MIN_VERSION})
         min_version = fields.integer(SESSION_MIN_VERSION, low=0, high=MAX_VERSION)
         self._inflight.check_open()
-        self._auth.expire(self._clock.now())
+        for expired in self._auth.expire(self._clock.now()):
+            self._pool.forget(expired)
         self._auth.charge_request(key, self._clock.now())
         session_id, secret, now = new_session_id(), new_secret(Scope.ROLLOUT), self._clock.now()
         origin = fields.text(FORK_OF, "")
@@ -130,6 +131,7 @@ class AdminApi:
         key = self._key(request, record, Permission.SESSIONS)
         session_id = self._session_of(key, route.parameter)
         conversation = self._sessions.close(session_id, self._clock.now())
+        self._pool.forget(session_id)
         self._keyring.end_session(session_id)
         record.session_id = session_id
         return respond(record, encode_turns(conversation.turns), BINARY)

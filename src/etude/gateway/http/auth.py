@@ -401,10 +401,12 @@ class Authenticator:
             return Principal(key=key, conversation=alone, once=True)
         return Principal(key=key, conversation=self._of_owner(key, name, now))
 
-    def expire(self, now: float) -> None:
-        """Drop idle sessions and their keys; to be called regularly."""
-        for session_id in self.sessions.expire(now):
+    def expire(self, now: float) -> tuple[str, ...]:
+        """Drop idle sessions and their keys; return their ids. To be called regularly."""
+        expired = self.sessions.expire(now)
+        for session_id in expired:
             self.keyring.end_session(session_id)
+        return expired
 
     def session_of(self, key: Key, name: str) -> str | None:
         """The id of an open session that ``key`` may close, by its id or its owner's name for it; else ``None``."""

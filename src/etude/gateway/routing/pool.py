@@ -164,6 +164,10 @@ class EnginePool:
         """
         self._router.announce(version, digest, self._clock.now())
 
+    def forget(self, session: str) -> None:
+        """Forget the engine of a session that has ended."""
+        self._router.forget(session)
+
     async def generate(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, options: CallOptions = DEFAULT_OPTIONS
     ) -> Completion:

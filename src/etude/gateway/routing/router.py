@@ -285,7 +285,9 @@ FRESH_FACTOR, FRESH_CALLS = 1.25, 2
 """Limits of "least busy" for a new session: tighter, as it has no cached prefix to lose."""
 DEFAULT_HEALTH = HealthLimits()
 DEFAULT_SESSIONS = 65_536
-"""Sessions whose engine is remembered; the least recently used is forgotten first, and hashed again."""
+"""Sessions whose engine is remembered until they end; beyond that number the least recently used is forgotten first,
+and hashed again.
+"""
 
 
 class Reason(StrEnum):
@@ -476,6 +478,10 @@ class Router:
             if least is not None:
                 return self._choose(session, tier, least, is_healthy=not rank[0])
         return Choice(name=None, reason=Reason.UNAVAILABLE)
+
+    def forget(self, session: str) -> None:
+        """Forget the engine of a session that has ended."""
+        self._affinity.pop(session, None)
 
     def began(self, name: str) -> None:
         """Count a call that was sent to an engine."""

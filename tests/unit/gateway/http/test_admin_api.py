@@ -14,6 +14,7 @@ from etude.config.inference import GatewayConfig
 from etude.gateway.capture.sessions import SessionLimits
 from etude.gateway.http.auth import Authenticator, KeyLimits, Scope
 from etude.gateway.http.keyfile import KeyFile
+from etude.gateway.routing.pool import EnginePool
 from etude.protocols import Engine
 from etude.types import Json
 from gateways import (
@@ -163,6 +164,29 @@ def test_an_idle_session_dies_and_its_key_with_it() -> None:
         assert [one.key_id for one in caller.parts.keyring if one.session_id] == []
 
     play(Setting(fake_engine(), limits=SessionLimits(idle_s=0.05)), scene)
+
+
+def test_the_engine_of_a_closed_or_idle_session_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten, forget = list[str](), EnginePool.forget
+
+    def spy(pool: EnginePool, session: str) -> None:
+        forgotten.append(session)
+        forget(pool, session)
+
+    async def close(caller: Caller) -> None:
+        session_id, _ = await caller.open_session()
+        await caller.close(session_id)
+        assert forgotten == [session_id]
+
+    async def idle(caller: Caller) -> None:
+        session_id, _ = await caller.open_session()
+        await asyncio.sleep(0.06)
+        await caller.open_session()
+        assert forgotten[1:] == [session_id]
+
+    monkeypatch.setattr(EnginePool, "forget", spy)
+    play(fake_engine(), close)
+    play(Setting(fake_engine(), limits=SessionLimits(idle_s=0.05)), idle)
 
 
 def test_errors_before_parsing_have_the_shape_of_their_api() -> None:

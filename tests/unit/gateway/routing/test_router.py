@@ -349,6 +349,15 @@ def test_sessions_that_are_remembered_are_bounded() -> None:
     assert router.choose("").reason is Reason.FRESH
 
 
+def test_a_session_that_has_ended_is_forgotten() -> None:
+    router = router_of("a", "b")
+    assert router.choose("one").reason is Reason.FRESH
+    router.forget("one")
+    router.forget("never seen")
+    assert router.choose("one").reason is Reason.FRESH
+    assert router.choose("one").reason is Reason.AFFINITY
+
+
 def test_new_sessions_spread_over_equal_engines() -> None:
     router = router_of("a", "b", "c", "d")
     for index in range(400):

@@ -102,6 +102,11 @@ class RouterMachine(RuleBasedStateMachine):
             self.calls[name] -= 1
             self.router.ended(name)
 
+    @rule(session=st.sampled_from(["s", "t", "u"]))
+    def end_session(self, session: str) -> None:
+        self.router.forget(session)
+        self.homes.pop(session, None)
+
     def load(self, view: EngineView) -> int:
         return self.others[view.entry.name] + self.calls[view.entry.name]
 
