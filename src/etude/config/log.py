@@ -149,7 +149,7 @@ class LogConfig(Section):
         return self
 
 
-WATCHED = ("no_signal", "mismatch", "hack_rate", "lag", "cost")
+WATCHED = ("no_signal", "decline", "mismatch", "hack_rate", "lag", "cost")
 """Values that alerts watch beside the metrics of a step (:mod:`etude.telemetry.alerts`)."""
 ALERT_KEY = "ETUDE_ALERT_KEY"
 """Environment variable with the key by which webhooks are signed."""
@@ -209,8 +209,9 @@ class AlertConfig(Section):
     when: str
     """The condition, such as ``"reward_mean < 0.1 for 5 steps"`` or ``"lag >= 4 for 600 s"``; without ``for`` it fires
     at once. Watched is a metric of a step, as report.json's curve names it, or ``no_signal`` (steps in a row from which
-    nothing can be learnt), ``mismatch`` (k3 of the newest step), ``hack_rate`` (of the newest 100 training rollouts),
-    ``lag`` (weight versions that the slowest engine is behind), ``cost`` (what judges have cost so far).
+    nothing can be learnt), ``decline`` (of the mean reward, as a share of its best), ``mismatch`` (k3 of the newest
+    step), ``hack_rate`` (of the newest 100 training rollouts), ``lag`` (weight versions that the slowest engine is
+    behind), ``cost`` (what judges have cost so far).
     """
     to: tuple[Literal["log", "page", "webhook"], ...] = ("log", "page")
     """``log``: a line among the run's own; ``page``: page and terminal; ``webhook``: a POST with JSON."""

@@ -5,17 +5,14 @@ over tokens are weighted by tokens.
 """
 
 import math
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from itertools import takewhile
 from typing import TypeAlias
 
 from etude.config.recipe import RunConfig
-from etude.dashboard.formatting import count, percent
 from etude.dashboard.heldout import heldout_figures
-from etude.dashboard.run_metrics import ALIKE, LIVE, TRAIN, RunMetrics, Tally, total
+from etude.dashboard.learning import cut_short, declined, ends, nothing_learnt, without_signal
+from etude.dashboard.run_metrics import LIVE, TRAIN, RunMetrics, Tally, total
 from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
 from etude.telemetry.hacks import HackRates
 from etude.telemetry.metrics import METRICS, Metric, Notation
@@ -304,18 +301,6 @@ def _significant(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-WARN_AFTER = 3
-"""Consecutive steps without a signal before a warning: with few groups, one or two happen by chance."""
-CUT_SHORT = ("length", "turns", "context", "time", "timeout")
-"""Finish reasons of rollouts that a limit truncated."""
-AWAY = ("EngineUnavailable", "EngineBusy", "SessionLost", "VersionPending")
-"""Errors of rollouts whose engine or gateway was unavailable."""
-NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
-"""Part of a reason that differs between similar failures: a port, an id, a time."""
-NEARLY_ALL = 0.9
-"""Minimum share of rollouts with the same finish reason for which it counts as the cause."""
-
-
 def learning_figures(run: RunMetrics) -> dict[str, Json]:
     """The section ``learning`` of a report; ``None`` before the first step."""
     steps = [timed.event for timed in run.steps]
@@ -328,86 +313,6 @@ def learning_figures(run: RunMetrics) -> dict[str, Json]:
         "ended": dict(ended.most_common()),
         "cut_short": cut_short(ended),
         "versions_unchanged": sum(not changed for changed in run.changed.values()) if run.changed else None,
-        "warning": warning(steps),
+        "warning": without_signal(steps) or declined(steps),
         "nothing_learnt": nothing_learnt(run),
     }
-
-
-def ends(steps: Sequence[StepDone]) -> Counter[str]:
-    """Finish reason → number of rollouts in some steps."""
-    return sum((Counter(step.ended) for step in steps), Counter())
-
-
-def cut_short(ended: Counter[str]) -> float | None:
-    """Share of rollouts that were ended by a limit."""
-    return round(sum(ended[reason] for reason in CUT_SHORT) / ended.total(), 4) if ended else None
-
-
-def shares(ended: Counter[str], most: int = 3) -> str:
-    """The finish reasons of rollouts as text: ``submit 81%, length 19%``."""
-    return ", ".join(f"{reason} {percent(number / ended.total(), 0)}" for reason, number in ended.most_common(most))
-
-
-def warning(steps: Sequence[StepDone]) -> str | None:
-    """The warning while the newest steps have no signal; its text stays the same until there is one."""
-    in_vain = list(takewhile(_is_in_vain, reversed(steps)))[::-1]
-    if len(in_vain) < WARN_AFTER:
-        return None
-    return f"no group has had a signal since step {in_vain[0].step}: {likely_cause(in_vain)}"
-
-
-def warnings(run: RunMetrics) -> list[str]:
-    """The current warnings."""
-    notices = (warning([timed.event for timed in run.steps]), failing_alike(run))
-    return [notice for notice in notices if notice]
-
-
-def failing_alike(run: RunMetrics) -> str | None:
-    """The failure that the newest consecutive rollouts have in common, as with a broken harness. Unavailable machines
-    fail in the same way, but are reported as outages.
-    """
-    shapes = {NUMBER.sub("#", reason) for reason in run.failures}
-    if len(run.failures) < ALIKE or len(shapes) > 1 or run.failures[-1].startswith(AWAY):
-        return None
-    return f"{ALIKE} rollouts in a row failed alike, none was graded since: {run.failures[-1]}"
-
-
-def nothing_learnt(run: RunMetrics) -> str | None:
-    """The reason why nothing was learnt in all steps of a run; ``None`` if something may have been, or there are no
-    steps.
-    """
-    steps = [timed.event for timed in run.steps]
-    if steps and all(map(_is_in_vain, steps)):
-        groups = total(steps, "groups")
-        return f"nothing was learnt: none of {count(groups)} groups had a signal; {likely_cause(steps)}"
-    if steps and run.changed and not any(run.changed.values()):
-        return (
-            "nothing was learnt: no step changed the published weights; raise trainer.learning_rate, or see in "
-            "report.json's curve whether corrections masked every token (masked_share)"
-        )
-    return None
-
-
-def likely_cause(steps: Sequence[StepDone]) -> str:
-    """The likely cause of steps without a signal, and the fix."""
-    ended = ends(steps)
-    lows = [step.metrics["reward_low"] for step in steps if "reward_low" in step.metrics]
-    highs = [step.metrics["reward_high"] for step in steps if "reward_high" in step.metrics]
-    if ended and ended["length"] >= NEARLY_ALL * ended.total():
-        return (
-            f"{percent(ended['length'] / ended.total(), 0)} of rollouts were cut off by length: raise "
-            f"harness.options.max_tokens_per_turn, or use a harness that fits this model"
-        )
-    if not lows:
-        return "every rollout was masked or quarantined: see `etude show RUN --outcome quarantined`"
-    if min(lows) == max(highs) == 0:
-        return "every reward is 0: the tasks are too hard, or the harness does not fit this model; see `etude show RUN`"
-    if min(lows) == max(highs):
-        return f"every reward is {max(highs):g}: the tasks are too easy for this model"
-    return "rewards differ between tasks and never within a group: raise rollouts.group_size, or change the tasks"
-
-
-def _is_in_vain(step: StepDone) -> bool:
-    """True if a step had nothing to learn from: neither a signal nor hints, which teach without one."""
-    metrics = step.metrics
-    return metrics["groups_without_signal"] == metrics["groups"] and not metrics.get("hinted_tokens")

@@ -21,7 +21,7 @@ from etude.dashboard import formatting
 from etude.dashboard.calls import in_words, reported_turns
 from etude.dashboard.formatting import number_at
 from etude.dashboard.heldout import Comparison, about_errors, comparison, full_marks, pays_fractions
-from etude.dashboard.report import ends, shares, warnings
+from etude.dashboard.learning import ends, shares, warnings
 from etude.dashboard.run_metrics import PHASES, TRAIN, RunMetrics, Tally, total
 from etude.dashboard.text import PREPARES, live, outage_lines, silence_line, summary
 from etude.telemetry.events import EvalDone

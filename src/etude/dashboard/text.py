@@ -23,7 +23,7 @@ from etude.dashboard.formatting import (
     write_metric,
 )
 from etude.dashboard.heldout import RATES
-from etude.dashboard.report import ends, shares
+from etude.dashboard.learning import ends, shares
 from etude.dashboard.run_metrics import TRAIN, RunMetrics, Tally, total
 from etude.telemetry.events import AlertChanged, Logged, SinkFailed, StepDone
 from etude.telemetry.metrics import METRICS

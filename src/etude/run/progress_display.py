@@ -11,7 +11,7 @@ from rich.live import Live
 
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import visible
-from etude.dashboard.report import warnings
+from etude.dashboard.learning import warnings
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.terminal import WARN, render
 from etude.dashboard.text import notice_line, render_line

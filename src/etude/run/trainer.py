@@ -25,7 +25,7 @@ import numpy as np
 
 from etude.closing import Closing
 from etude.config.recipe import RunConfig
-from etude.dashboard.report import cut_short
+from etude.dashboard.learning import cut_short
 from etude.errors import DamagedError, MismatchError, UserError
 from etude.ledger.changes import LIVE, TRAIN
 from etude.ledger.changes import TRAINER as TRAINER_LEASE

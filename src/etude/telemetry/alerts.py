@@ -7,10 +7,11 @@ Owns the values and the rules. :mod:`etude.telemetry.sinks.alerts` owns the noti
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from etude.config.log import WATCHED, AlertConfig, Condition
+from etude.telemetry.decline import decline_of
 from etude.telemetry.events import (
     AlertChanged,
     Event,
@@ -53,6 +54,7 @@ class AlertRules:
         self._hacked: deque[bool] = deque(maxlen=RECENT)
         self._served: dict[str, int] = {}
         self._published = 0
+        self._rewards: list[float] = []
 
     def add(self, logged: Logged) -> list[AlertChanged]:
         """Process one event; return the changes of rules that start or stop firing."""
@@ -68,6 +70,7 @@ class AlertRules:
                 in_vain = metrics.get("groups_without_signal") == metrics.get("groups")
                 self._values |= metrics
                 self._values["no_signal"] = self._values.get("no_signal", 0.0) + 1 if in_vain else 0.0
+                self._values["decline"] = self._decline(metrics)
                 self._values["cost"] = self._cost()
                 if "k3" in metrics:
                     self._values["mismatch"] = metrics["k3"]
@@ -84,6 +87,13 @@ class AlertRules:
                 pass
         if self._served:
             self._values["lag"] = float(max(0, self._published - min(self._served.values())))
+
+    def _decline(self, metrics: Mapping[str, float]) -> float:
+        """The decline of the reward up to a step with these metrics; 0 for none."""
+        if "reward_low" in metrics:  # it has graded rollouts
+            self._rewards.append(metrics["reward_mean"])
+        decline = decline_of(self._rewards)
+        return 0.0 if decline is None else decline.share
 
     def _look(self, rule: _WatchedRule, now_s: float, *, is_step: bool) -> list[AlertChanged]:
         value = self._values.get(rule.condition.watch)

@@ -4,7 +4,8 @@ from dataclasses import asdict
 from typing import cast
 
 from etude.clock import date_utc
-from etude.dashboard.report import build_figures, warnings
+from etude.dashboard.learning import warnings
+from etude.dashboard.report import build_figures
 from etude.dashboard.text import summary
 from etude.rewards.judge.budget import Spend, SpendFile
 from etude.run.machine_info import describe_machine, source_commit

@@ -1,12 +1,15 @@
 """The report distinguishes a run that does not learn from one that does, and names the likely cause."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import number_at
-from etude.dashboard.report import build_report, failing_alike, nothing_learnt, warning, warnings
+from etude.dashboard.learning import declined, failing_alike, nothing_learnt, warnings, without_signal
+from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import render_line
 from etude.telemetry.events import Logged, PhaseStarted, RolloutClosed, StepDone, WeightsPublished
@@ -48,23 +51,23 @@ def test_three_steps_without_a_signal_are_said_with_the_likely_cause(
 ) -> None:
     vain = changed(VAIN, number=None, **changes)
     steps = [replace(step, step=number) for number, step in enumerate([LEARNT, vain, vain, vain, vain], 1)]
-    assert warning(steps[:3]) is None
-    text = warning(steps[:4])
+    assert without_signal(steps[:3]) is None
+    text = without_signal(steps[:4])
     assert text is not None
     assert text.startswith("no group has had a signal since step 2: ")
     assert words in text
-    assert warning(steps) == text  # one warning, however long it goes on
-    assert warning([*steps, LEARNT]) is None
+    assert without_signal(steps) == text  # one warning, however long it goes on
+    assert without_signal([*steps, LEARNT]) is None
 
 
 def test_rollouts_that_run_out_of_tokens_are_the_likely_cause() -> None:
     cut = [replace(VAIN, ended={"length": 15, "submit": 1})] * 3
-    assert "94% of rollouts were cut off by length: raise harness.options.max_tokens" in (warning(cut) or "")
+    assert "94% of rollouts were cut off by length: raise harness.options.max_tokens" in (without_signal(cut) or "")
 
 
 def test_hints_teach_without_a_signal() -> None:
     distilled = changed(VAIN, hinted_tokens=5)
-    assert warning([distilled] * 5) is None
+    assert without_signal([distilled] * 5) is None
     assert nothing_learnt(run_of(distilled)) is None
 
 
@@ -74,6 +77,44 @@ def test_a_run_has_learnt_nothing_without_a_signal_or_without_a_change_of_its_we
     assert "none of 8 groups had a signal; every reward is 0" in (nothing_learnt(run_of(VAIN, VAIN)) or "")
     assert "no step changed the published weights" in (nothing_learnt(run_of(LEARNT, LEARNT, digests="aaa")) or "")
     assert nothing_learnt(run_of(LEARNT, LEARNT, digests="aab")) is None
+
+
+def rewarded(*rewards: float, cut: Sequence[int] = ()) -> list[StepDone]:
+    """Steps with these mean rewards and this number of 16 rollouts that were ended by length."""
+    return [
+        replace(changed(LEARNT, number=number, reward_mean=reward), ended={"submit": 16 - of_16, "length": of_16})
+        for number, (reward, of_16) in enumerate(zip_longest(rewards, cut, fillvalue=0), 1)
+    ]
+
+
+COLLAPSED = (0.42, 0.5, 0.62, 0.74, 0.82, 0.84, 0.86, 0.85, 0.87, 0.86, 0.88, 0.86, 0.87, 0.88, 0.87,
+             0.78, 0.7, 0.72, 0.75, 0.66, 0.71, 0.74, 0.69, 0.63, 0.66)  # fmt: skip
+"""Mean rewards of a run whose policy collapsed after fifteen steps."""
+
+
+def test_a_reward_that_falls_is_told_once_with_its_steps_and_what_helps() -> None:
+    steps = rewarded(*COLLAPSED, cut=[0] * 15 + [4] * 10)
+    assert declined(steps[:23]) is None
+    text = declined(steps)
+    assert text is not None
+    assert text.startswith("the mean reward fell from 0.86 in steps 5–14 to 0.72 in steps 15–24, which is not chance; ")
+    assert "; limits ended 0% of rollouts, now 22%. Lower " in text
+    assert "`etude export RUN OUT --version 14` saves the weights of step 14" in text
+    assert warnings(run_of(*steps)) == [text]
+    assert declined([*steps, *rewarded(*[0.68] * 7)][:32]) == declined(steps), "it stays the same"
+    assert declined([*steps, *rewarded(*[0.9] * 10)]) is None, "it recovered"
+
+
+def test_a_report_says_that_the_reward_fell(config: RunConfig) -> None:
+    report = build_report(run_of(*rewarded(*COLLAPSED)), config, machine={}, date="today", commit="")
+    learning = report["learning"]
+    assert isinstance(learning, dict)
+    assert learning["warning"] == declined(rewarded(*COLLAPSED))
+
+
+def test_steps_without_a_graded_rollout_are_no_decline() -> None:
+    masked = changed(VAIN, reward_low=None, reward_high=None)
+    assert declined([*rewarded(*[0.9] * 10), *[masked] * 10]) is None
 
 
 def test_a_report_has_what_there_was_to_learn_from(config: RunConfig) -> None:
