@@ -168,6 +168,8 @@ def check_model(config: RunConfig) -> Iterator[MachineFinding]:
     try:
         for line in (*about_template(place, config.gateway.chat_template_kwargs), *about_calls(config)):
             yield MachineFinding(name="chat", words=line, works=False)
+        for line in about_rate(config):
+            yield MachineFinding(name="rate", words=line, works=False)
         stored = StoredCheckpoint(place, config.model.impl)
         with torch.device("meta"):
             stored.check(make_causal_model(stored.spec))
@@ -328,6 +330,17 @@ def about_template(checkpoint: Path, kwargs: TemplateKwargs = NO_KWARGS) -> list
     return [
         f"the model is trained on the prompts that the gateway renders; a server that renders each call anew gives it "
         f"other prompts: {', '.join(differences)} (docs/models.md, Serving what was trained)"
+    ]
+
+
+def about_rate(config: RunConfig) -> list[str]:
+    """A warning line if a checkpoint is to be trained at the default learning rate."""
+    if not config.model.checkpoint or config.trainer.is_set("learning_rate"):
+        return []
+    return [
+        f"trainer.learning_rate = {config.trainer.learning_rate:g} is the default, for the small model that étude "
+        f"makes; it would ruin most checkpoints. Set 1e-6 for billions of parameters, 1e-5 below, ten times as much "
+        f"for an adapter"
     ]
 
 

@@ -21,6 +21,7 @@ from etude.run.phase_models import save_model
 from etude.run.preflight import (
     about_calls,
     about_numerics,
+    about_rate,
     about_template,
     check_model,
     check_ready,
@@ -102,6 +103,14 @@ def test_kwargs_that_no_template_reads_are_refused_before_there_is_a_run(tmp_pat
         list(check_model(default_recipe([kwargs])))
 
 
+def test_a_checkpoint_at_the_default_learning_rate_is_told_of() -> None:
+    checkpoint = ["model.checkpoint=/models/8b", "midtrain.tokens=0"]
+    (line,) = about_rate(default_recipe(checkpoint))
+    assert line.startswith("trainer.learning_rate = 0.0005 is the default") and "Set 1e-6" in line
+    assert about_rate(default_recipe([*checkpoint, "trainer.learning_rate=1e-6"])) == []
+    assert about_rate(default_recipe([])) == []
+
+
 def test_float32_on_a_gpu_is_told_of() -> None:
     cuda = ["engine.device=cuda", "trainer.device=cpu"]
     (line,) = about_numerics(default_recipe(cuda))
@@ -161,7 +170,7 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line_with_its_key(
 
 
 def test_a_checkpoint_that_fits_is_told_of_and_answers_a_session(small_model: Path) -> None:
-    config = default_recipe([f"model.checkpoint={small_model}", "midtrain.tokens=0"])
+    config = default_recipe([f"model.checkpoint={small_model}", "midtrain.tokens=0", "trainer.learning_rate=1e-5"])
     (finding,) = check_model(config)
     assert finding.works and "are complete and match" in finding.words
     (task, heldout) = first_tasks(config, open_tasks(config))
