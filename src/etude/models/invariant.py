@@ -97,7 +97,7 @@ class InvariantArithmetic:
 
     def spread(self, x_NH: Tensor, dispatch: Dispatch) -> Tensor:
         """[R,H]."""
-        return TORCH.spread(x_NH, dispatch)
+        return TORCH.spread(x_NH, dispatch) if _tracked(x_NH) else x_NH.index_select(0, dispatch.tokens_R)
 
     def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         """[R,O]."""
@@ -263,10 +263,10 @@ def _linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def _norm(x: Tensor, gain: Tensor, eps: float, offset: float) -> Tensor:
-    rows = _floats(x.reshape(-1, x.shape[-1]))
-    out = np.empty_like(rows)
-    rowwise.norm(rows, _numbers(gain), eps, offset, out)
-    return torch.from_numpy(out).view(x.shape)
+    values, width = _floats(x), x.shape[-1]
+    out = np.empty_like(values)
+    rowwise.norm(values.reshape(-1, width), _numbers(gain), eps, offset, out.reshape(-1, width))
+    return torch.from_numpy(out)
 
 
 def _gated(gate_up_NI: Tensor, gate: GateSpec) -> Tensor:
@@ -346,10 +346,8 @@ def _floats(x: Tensor) -> npt.NDArray[np.float32]:
 
 def _numbers(x: Tensor) -> npt.NDArray[Any]:
     """The array of a weight or a cache, shared: float32, or the bits of bfloat16."""
-    stored = x.detach().contiguous()
-    if stored.dtype is torch.bfloat16:
-        stored = stored.view(torch.int16)
-    values: npt.NDArray[Any] = stored.numpy()
+    stored = (x.detach() if x.requires_grad else x).contiguous()
+    values: npt.NDArray[Any] = (stored.view(torch.int16) if stored.dtype is torch.bfloat16 else stored).numpy()
     assert values.dtype in (np.float32, np.int16), values.dtype
     return values
 
@@ -378,7 +376,9 @@ def _places(rows: PagedRows) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int3
 
 def _in_parts(part: Callable[[int, int], None], rows: int) -> None:
     """Call ``part(start, end)`` over all rows, on as many threads as torch may use; rows are independent."""
-    threads = min(torch.get_num_threads(), rows // ROWS_PER_TASK)
+    threads = rows // ROWS_PER_TASK
+    if threads > 1:
+        threads = min(torch.get_num_threads(), threads)
     if threads <= 1:
         part(0, rows)
         return

@@ -36,9 +36,10 @@ Matrix: TypeAlias = tuple[npt.NDArray[Any], int, int]
 def dots(rows: int, columns: int, *, ahead: int = 0) -> Intrinsic:
     """An intrinsic that computes ``out[m, n] = Σ_i x[m, i] · w[n, i]`` for a tile of rows and columns.
 
-    Called as ``(x, w, length, out)``; ``length`` is a positive multiple of 16, the others are matrices. Tiles of 16
-    results keep their sums in registers on machines with 32 vector registers. While it reads ``w`` it asks memory for
-    what lies ``ahead`` rows further on: few rows of ``x`` use weights faster than a processor would guess them.
+    Called as ``(x, w, length, out)``; ``length`` is a positive multiple of 16, the others are matrices. A tile has 16
+    results at most; their sums stay in registers on machines with 32 vector registers. While it reads ``w`` it asks
+    memory for what lies ``ahead`` rows further on: few rows of ``x`` use weights faster than a processor would guess
+    them.
     """
 
     @vector
@@ -57,8 +58,9 @@ def dots(rows: int, columns: int, *, ahead: int = 0) -> Intrinsic:
                     _prefetch(builder, builder.gep(row, [loop.index]))
                 for place, (factor, weight) in enumerate(product(factors, weights)):
                     loop.update(place, _fma(builder, factor, weight))
+            results = _folded(builder, loop.sums)
             for m, row in enumerate(out_rows):
-                _store(builder, _folded(builder, loop.sums[m * columns : (m + 1) * columns]), row, columns)
+                _store(builder, results, row, range(m * columns, (m + 1) * columns))
             return context.get_dummy_value()
 
         return types.void(x, w, types.int64, out), generate
@@ -275,10 +277,10 @@ def _shuffled(builder: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
     return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes)))
 
 
-def _store(builder: Any, values: Any, target: Any, count: int) -> None:
-    """Store the first ``count`` lanes."""
-    lanes = _shuffled(builder, values, values, range(count))
-    builder.store(lanes, builder.bitcast(target, ir.VectorType(FLOAT, count).as_pointer())).align = 4
+def _store(builder: Any, values: Any, target: Any, lanes: Sequence[int]) -> None:
+    """Store some lanes, one after the other."""
+    stored = _shuffled(builder, values, values, lanes)
+    builder.store(stored, builder.bitcast(target, ir.VectorType(FLOAT, len(lanes)).as_pointer())).align = 4
 
 
 def _load(builder: Any, row: Any, place: Any, bits: int) -> Any:
