@@ -12,7 +12,7 @@ from etude.types import Json
 ASYNCHRONOUS, SYNCHRONOUS, TRL = "asynchronous", "synchronous", "trl"
 STALENESS = 1
 """Weight versions that a token of the asynchronous contestant may be old, as in the quickstart. With 2, and this
-learning rate, two of four runs became worse again (``docs/training.md``).
+learning rate, one of four runs collapsed (``docs/training.md``).
 """
 
 
