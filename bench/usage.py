@@ -19,12 +19,26 @@ def descendants(pid: int) -> list[int]:
     result: list[int] = []
     waiting = [pid]
     while waiting:
-        for tasks in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            with suppress(*_GONE):
-                children = [int(child) for child in tasks.read_text(encoding="utf-8").split()]
-                result += children
-                waiting += children
+        children = _children(waiting.pop())
+        result += children
+        waiting += children
     return result
+
+
+def threads(pid: int) -> list[int]:
+    """Ids of a process's threads; none if it is gone."""
+    try:
+        return [int(thread.name) for thread in Path(f"/proc/{pid}/task").iterdir()]
+    except _GONE:
+        return []
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    for thread in threads(pid):
+        with suppress(*_GONE):
+            children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="utf-8").split())
+    return children
 
 
 def command_line(pid: int) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -128,17 +129,20 @@ class CpuWatch:
         self.taken: Taken = []
         self._pins = pins
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="cpu-watch")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu-watch")
+        self._outcome: Future[None] | None = None
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._outcome = self._thread.submit(self._watch)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.shutdown()
+        if self._outcome is not None and error is None:
+            self._outcome.result()  # figures of a watch that failed would be too low
 
     def _watch(self) -> None:
         while not self._over.wait(POLL_S):
@@ -172,6 +176,6 @@ def command_cpu_s(commands: Mapping[int, str]) -> dict[str, float]:
 def pin(pid: int, core: int) -> None:
     """Let a process and its threads use one core, if the machine has it."""
     if core in os.sched_getaffinity(0):
-        for thread in Path(f"/proc/{pid}/task").glob("*"):
+        for thread in usage.threads(pid):
             with suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread.name), {core})
+                os.sched_setaffinity(thread, {core})

@@ -1,5 +1,6 @@
 """``bench loop`` reads runs and compares them; the runs take minutes and are not made here."""
 
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.loop import runs
 from bench.loop.bench import ASYNC_VS_SYNC, ASYNC_VS_TRL, figures, judge_ratio, table
 from bench.loop.contestants import (
     ASYNCHRONOUS,
@@ -27,6 +29,7 @@ from etude.errors import UserError
 from etude.run.folder import RunFolder
 from etude.telemetry.events import PhaseStarted, RunStarted, WeightsPublished
 from etude.telemetry.log import EventLog
+from waiting import WAIT_S
 
 BY_NAME = {contestant.name: contestant for contestant in CONTESTANTS}
 
@@ -156,3 +159,15 @@ def test_processes_that_are_no_command_of_ours_are_not_counted() -> None:
     assert command_cpu_s(etude_commands()) == {}
     with CpuWatch() as watch:
         assert watch.taken == []
+
+
+def test_a_watch_that_fails_is_an_error_and_no_smaller_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+
+    def fail() -> dict[int, str]:
+        failed.set()
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(runs, "etude_commands", fail)
+    with pytest.raises(OSError, match="no /proc"), CpuWatch():
+        assert failed.wait(WAIT_S)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.usage import age_s, cpu_s, descendants, family, peak_bytes
+from bench.usage import age_s, cpu_s, descendants, family, peak_bytes, threads
 
 PROGRAM = """
 import subprocess, sys, time
@@ -45,3 +45,14 @@ def test_what_has_ended_takes_nothing() -> None:
     process.wait()
     assert cpu_s([process.pid]) == peak_bytes([process.pid]) == 0
     assert descendants(process.pid) == []
+    assert threads(process.pid) == []
+
+
+def test_children_that_end_while_they_are_counted_are_left_out() -> None:
+    forks = "import os, time\nwhile True: os.fork() or os._exit(0); os.wait()"
+    with subprocess.Popen([sys.executable, "-c", forks]) as process:
+        try:
+            for _ in range(2000):
+                assert len([pid for pid in descendants(os.getpid()) if pid != process.pid]) <= 1
+        finally:
+            process.kill()
