@@ -1,12 +1,16 @@
 """References in documents, workflows and docstrings lead to something that exists.
 
-They are pages and headings, targets of make, papers' functions, files, and the names of Sphinx roles.
+They are pages and headings, targets of make, commands, papers' functions, files, and the names of Sphinx roles.
 """
 
 import ast
 import re
 from functools import cache
 from pathlib import Path
+
+from typer.core import TyperGroup
+
+from etude.cli.main import COMMANDS, load
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCE = REPOSITORY / "src"
@@ -26,6 +30,8 @@ NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 COMMAND = re.compile(r"^make ([a-z][a-z-]*)", re.MULTILINE)
 INLINE_COMMAND = re.compile(r"(?:`|run: )make ([a-z][a-z-]*)")
 TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
+ETUDE_COMMAND = re.compile(r"`etude ([a-z][a-z-]*)(?: ([a-z][a-z|-]*))?")
+"""A command and, where it is a group, the command in it, or several with bars between them."""
 ELSEWHERE = {"core_algos.py", "words.py"}
 """Files of other projects, and of a sandbox."""
 
@@ -66,6 +72,23 @@ def targets_in(page: str) -> list[str]:
     """The targets of `make` that a page names, in blocks of code and between the words."""
     blocks = "\n".join(CODE_BLOCK.findall(page))
     return COMMAND.findall(blocks) + INLINE_COMMAND.findall(page)
+
+
+def commands_of(name: str) -> set[str]:
+    """The commands in a group; none for any other command."""
+    command = load(name)
+    return set(command.commands) if isinstance(command, TyperGroup) else set()
+
+
+def test_commands_in_documents_and_messages_exist() -> None:
+    groups = {name: commands_of(name) for name in COMMANDS}
+    unknown = [
+        (file.name, f"etude {name} {inner}")
+        for file in (*DOCUMENTS, *REPOSITORY.glob("docs/tutorials/*.md"), *SOURCE.rglob("*.py"))
+        for name, inner in ETUDE_COMMAND.findall(file.read_text(encoding="utf-8"))
+        if name not in groups or (inner and groups[name] and not set(inner.split("|")) <= groups[name])
+    ]
+    assert not unknown
 
 
 def test_links_between_documents_lead_somewhere() -> None:

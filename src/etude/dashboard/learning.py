@@ -70,7 +70,7 @@ def declined(steps: Sequence[StepDone]) -> str | None:
     return (
         f"the mean reward fell from {decline.best:.2f} in steps {best[0].step}–{last} to {decline.now:.2f} in steps "
         f"{now[0].step}–{now[-1].step}, which is not chance{cut}. Lower trainer.learning_rate or "
-        f"rollouts.max_staleness; `etude export RUN OUT --version {last}` saves the weights of step {last}"
+        f"rollouts.max_staleness; `etude weights export RUN OUT --version {last}` saves the weights of step {last}"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.simulation.soak import FEWEST_HOURS, SAMPLES, bench_soak, floor_grown, table
+from bench.simulation.soak import FEWEST_HOURS, SAMPLES, bench_soak, rise_of, table
 from etude.errors import UserError
 from etude.simulation.trainer import ModelledStore
 
@@ -43,10 +43,12 @@ def test_a_handle_and_memory_that_each_step_keeps_are_seen(monkeypatch: pytest.M
     assert "test_soak_bench.py" in result["grown"][0]
 
 
-def test_the_floor_rises_by_what_is_lost_and_not_by_what_is_at_work() -> None:
+def test_counts_rise_by_what_is_lost_and_not_by_what_is_at_work() -> None:
     busy = [5 + minute % 7 for minute in range(8 * SAMPLES)]
-    assert floor_grown(busy) == 0
-    assert floor_grown([each + minute // SAMPLES for minute, each in enumerate(busy)]) > 3
+    assert rise_of(busy) == 0
+    assert rise_of([each + minute // SAMPLES for minute, each in enumerate(busy)]) > 3
+    seldom_idle = [max(each, 7) if minute > 5 * SAMPLES else each for minute, each in enumerate(busy)]
+    assert rise_of(seldom_idle) == 0, "the lowest count of a busy time is higher, the highest is not"
 
 
 def test_too_few_hours_are_refused() -> None:
