@@ -28,6 +28,9 @@ LIKE = {"midtrain": "train", "sft": "train", "parity": "serve"}
 RUN_KEY, SANDBOXES_KEY, JUDGE_KEY = "ETUDE_RUN_KEY", "ETUDE_SANDBOXES_KEY", "ETUDE_JUDGE_KEY"
 STORE_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 """Credentials of an S3 store; not set where machines have their own role."""
+WEIGHTS_KEY, DATABASE_PASSWORD = "ETUDE_WEIGHTS_KEY", "PGPASSWORD"
+LEDGER_COMMANDS = frozenset({"train", "rollouts", FEEDBACK.command, RELEASE.command, PRODUCT.command})
+"""Commands whose processes open the ledger, or what lies beside it."""
 ENGINE_PORT, GATEWAY_PORT, SANDBOXES_PORT = 8600, 8500, 8700
 """Default ports of processes with their own machine or pod, unless the recipe sets one."""
 ANY_ADDRESS = "0.0.0.0"
@@ -46,10 +49,16 @@ def process_spec(name: ProcessName, fleet: FleetConfig, run: str, *, port: int =
         command=(ETUDE, name.command, "--run", run, *_words_of(name)),
         region=name.region or fleet.home,
         resources=resources_of(name.command, fleet),
-        secrets=(RUN_KEY, *STORE_SECRETS),
+        secrets=_secrets_of(name.command),
         ends=name.command in FINITE,
         port=port,
     )
+
+
+def _secrets_of(command: str) -> tuple[str, ...]:
+    """Names of the secrets that a process of a run needs, as far as the run uses them."""
+    password = (DATABASE_PASSWORD,) if command in LEDGER_COMMANDS else ()
+    return (RUN_KEY, WEIGHTS_KEY, *STORE_SECRETS, *password)
 
 
 def _words_of(name: ProcessName) -> Iterator[str]:
@@ -140,7 +149,7 @@ def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, ru
             command=(ETUDE, "weights", "relay", f"{fleet.home_region.store}/weights", f"{region.store}/weights"),
             region=region.name,
             resources=resources_of("relay", fleet),
-            secrets=STORE_SECRETS,
+            secrets=(WEIGHTS_KEY, *STORE_SECRETS),
         )
     is_external = isinstance(config.harness.options, CommandOptions)
     reach, keys = (("--run", run), (RUN_KEY,)) if is_external else ((), ())
@@ -175,7 +184,7 @@ def _plan_ranks(command: str, config: RunConfig, fleet: FleetConfig, run: str) -
             command=(ETUDE, command, "--run", run),
             region=fleet.home,
             resources=resources_of(command, fleet),
-            secrets=(RUN_KEY, *STORE_SECRETS),
+            secrets=_secrets_of(command),
             group=group,
             ends=True,
         )

@@ -103,6 +103,15 @@ def test_sandbox_hosts_announce_themselves_and_only_who_needs_it_gets_their_key(
     assert "ETUDE_SANDBOXES_KEY" not in local["rollouts"].secrets
 
 
+def test_who_opens_the_ledger_gets_its_password_and_who_reads_weights_their_key() -> None:
+    home = RegionConfig(name="home", store="s3://run", engines=1, gateways=1, sandbox_hosts=1)
+    fleet = FleetConfig(home="home", regions=(home, RegionConfig(name="far", store="s3://far", relays=1)))
+    remote = default_recipe(["sandboxes.kind=remote"])
+    specs = {spec.name: spec.secrets for spec in plan_loop(remote, fleet, "s3://run")}
+    assert {name for name, secrets in specs.items() if "PGPASSWORD" in secrets} == {"train", "rollouts"}
+    assert {name for name, secrets in specs.items() if "ETUDE_WEIGHTS_KEY" not in secrets} == {"sandboxes"}
+
+
 def test_rollouts_get_the_key_of_a_judge_s_model_if_there_is_one() -> None:
     fleet = FleetConfig(home="home", regions=(RegionConfig(name="home", engines=1),))
     judged = ["judge.kind=model", "judge.options.url=https://judge.example/v1", "judge.options.model=grader"]
