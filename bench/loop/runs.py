@@ -117,8 +117,8 @@ def _of_phase(metrics: RunMetrics, taken: Taken) -> dict[str, float]:
     during = [spent for at_s, spent in taken if metrics.in_phase(at_s, "rl")]
     if not during:
         return {}
-    first, last = during[0], during[-1]
-    return {name: spent - first.get(name, 0.0) for name, spent in last.items()}
+    names = {name for spent in during for name in spent}  # also of a process that ended before the phase did
+    return {name: max(spent.get(name, 0.0) for spent in during) - during[0].get(name, 0.0) for name in names}
 
 
 @final

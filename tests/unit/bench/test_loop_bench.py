@@ -28,7 +28,7 @@ from etude.clock import date_utc
 from etude.errors import UserError
 from etude.run.folder import RunFolder
 from etude.telemetry.events import PhaseStarted, RunStarted, WeightsPublished
-from etude.telemetry.log import EventLog
+from etude.telemetry.log import EventLog, EventReader
 from waiting import WAIT_S
 
 BY_NAME = {contestant.name: contestant for contestant in CONTESTANTS}
@@ -153,6 +153,20 @@ def test_a_run_is_read_from_its_events(tmp_path: Path) -> None:
     assert (mark.version, mark.step) == (2, 2)
     assert 0 <= mark.seconds <= run.seconds
     assert run.cpu_s == {}
+
+
+def test_a_process_that_ends_before_the_phase_has_its_seconds(tmp_path: Path) -> None:
+    options = loop_options(quick=True)
+    folder = metrics(tmp_path, BY_NAME[ASYNCHRONOUS], options)
+    (began_s,) = (
+        logged.at_s for logged in EventReader(folder.events).new() if logged.event == PhaseStarted(phase="rl")
+    )
+    taken = [
+        (began_s - 1, {"train": 0.5, "serve": 0.5}),
+        *((began_s, spent) for spent in ({"train": 1.0, "serve": 1.0}, {"train": 5.0, "serve": 2.0}, {"serve": 4.0})),
+    ]
+    run = outcome(BY_NAME[ASYNCHRONOUS], options, folder, taken)
+    assert run.cpu_s == {"train": 4.0, "serve": 3.0}
 
 
 def test_processes_that_are_no_command_of_ours_are_not_counted() -> None:
