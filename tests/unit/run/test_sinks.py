@@ -43,7 +43,7 @@ def test_a_sink_whose_package_is_missing_is_refused_with_the_command(monkeypatch
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"when": "k9 > 1"}, r"watches 'k9', which does not exist: choose one of no_signal, mismatch"),
+        ({"when": "k9 > 1"}, r"watches 'k9', which does not exist: choose one of no_signal, decline, mismatch"),
         ({"when": "cost > 1"}, r"would never fire: only a judge"),
         ({"when": "k3 > 1", "to": ["webhook"], "webhook": "$NOWHERE"}, r"\$NOWHERE.*no such environment variable"),
         ({"when": "k3 over 1"}, r"'k3 over 1' is not a condition: expected such as 'mismatch > 0\.001'"),
