@@ -69,7 +69,7 @@ def declined(steps: Sequence[StepDone]) -> str | None:
     last = best[-1].step
     return (
         f"the mean reward fell from {decline.best:.2f} in steps {best[0].step}–{last} to {decline.now:.2f} in steps "
-        f"{now[0].step}–{now[-1].step}, which is not chance{cut}. Lower trainer.learning_rate or "
+        f"{now[0].step}–{now[-1].step}, more than chance explains{cut}. Lower trainer.learning_rate or "
         f"rollouts.max_staleness; `etude weights export RUN OUT --version {last}` saves the weights of step {last}"
     )
 

@@ -97,7 +97,9 @@ def test_a_reward_that_falls_is_told_once_with_its_steps_and_what_helps() -> Non
     assert declined(steps[:23]) is None
     text = declined(steps)
     assert text is not None
-    assert text.startswith("the mean reward fell from 0.86 in steps 5–14 to 0.72 in steps 15–24, which is not chance; ")
+    assert text.startswith(
+        "the mean reward fell from 0.86 in steps 5–14 to 0.72 in steps 15–24, more than chance explains; "
+    )
     assert "; limits ended 0% of rollouts, now 22%. Lower " in text
     assert "`etude weights export RUN OUT --version 14` saves the weights of step 14" in text
     assert warnings(run_of(*steps)) == [text]
