@@ -147,6 +147,7 @@ class Gateway:
         self._listeners = tuple(listeners)
         self._metrics = metrics
         self._live = state.live
+        self._pool = state.pool
         calls = {path: {"POST": self._call} for path in PROTOCOLS} | {
             messages.COUNT_PATH: {"POST": self._count},
             "/v1/models": {"GET": self._models},
@@ -328,6 +329,7 @@ class Gateway:
             self._auth.keyring.spend(principal.key, tokens, self._clock.now())
         if principal.once:
             principal.conversation.close()
+            self._pool.forget(principal.conversation.session_id)
 
 
 def _protocol_of(request: web.BaseRequest, route: "Route | None") -> ApiProtocol:

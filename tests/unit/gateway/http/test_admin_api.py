@@ -166,7 +166,7 @@ def test_an_idle_session_dies_and_its_key_with_it() -> None:
     play(Setting(fake_engine(), limits=SessionLimits(idle_s=0.05)), scene)
 
 
-def test_the_engine_of_a_closed_or_idle_session_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_of_a_session_that_is_over_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten, forget = list[str](), EnginePool.forget
 
     def spy(pool: EnginePool, session: str) -> None:
@@ -178,14 +178,20 @@ def test_the_engine_of_a_closed_or_idle_session_is_forgotten(monkeypatch: pytest
         await caller.close(session_id)
         assert forgotten == [session_id]
 
+    async def call_once(caller: Caller) -> None:
+        assert (await caller.chat(PRODUCT_KEY)).status == 200
+        assert forgotten[-1].startswith("once-")
+        forgotten.clear()
+
     async def idle(caller: Caller) -> None:
         session_id, _ = await caller.open_session()
         await asyncio.sleep(0.06)
         await caller.open_session()
-        assert forgotten[1:] == [session_id]
+        assert forgotten == [session_id]
 
     monkeypatch.setattr(EnginePool, "forget", spy)
     play(fake_engine(), close)
+    play(fake_engine(), call_once)
     play(Setting(fake_engine(), limits=SessionLimits(idle_s=0.05)), idle)
 
 
