@@ -28,7 +28,6 @@ from bench.fleet.observed import of_kind
 from bench.fleet.page import CURVE_S, render_page
 from bench.fleet.plan import FaultKind, FleetPlan, short_plan, whole_plan
 from bench.fleet.prediction import prediction
-from bench.loop.busy import LEAST_BUSY
 from bench.plan.comparison import judged
 from bench.report import Goal, envelope
 from bench.starts import prepared_start
@@ -181,8 +180,7 @@ def summary(log: DemoLog, plan: FleetPlan) -> dict[str, Json]:
         ],
         "plan": None if predicted is None else predicted.row(),
         "findings": [f"{goal}: {text}" for goal, texts in log.findings.items() for text in texts],
-        "goals": _goals(log, plan, lags, shares, published)
-        | judged([predicted] if predicted else [], "a plan knows no faults: `--calm` leaves them out"),
+        "goals": _goals(log, plan, lags, shares, published) | (judged([predicted]) if predicted else {}),
     }
 
 
@@ -216,7 +214,6 @@ def _goals(
             figures.pass_rate_gap(log.events, expected()) if plan.is_whole else None,
             "it was not evaluated at the end" if plan.is_whole else "a tiny model that learns next to nothing",
         ),
-        LEAST_BUSY.name: LEAST_BUSY.judge(None, "wants a core each for trainer and engines: `bench loop --busy`"),
     }
     return goals
 

@@ -56,11 +56,11 @@ class Comparison:
         }
 
 
-def judged(compared: Sequence[Comparison], reason: str | None = None) -> dict[str, Json]:
-    """Both goals, for the worst of some cases; ``reason`` says why there is none."""
+def judged(compared: Sequence[Comparison]) -> dict[str, Json]:
+    """Both goals, for the worst of some cases."""
     busy = {each.case: each.busy_error for each in compared}
     step_time = {each.case: each.step_time_error for each in compared}
     return {
-        BUSY_ERROR.name: BUSY_ERROR.judge_worst(busy, reason),
-        STEP_TIME_ERROR.name: STEP_TIME_ERROR.judge_worst(step_time, reason),
+        BUSY_ERROR.name: BUSY_ERROR.judge_worst(busy),
+        STEP_TIME_ERROR.name: STEP_TIME_ERROR.judge_worst(step_time),
     }
