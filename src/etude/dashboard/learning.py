@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from etude.dashboard.formatting import count, percent
 from etude.dashboard.run_metrics import ALIKE, RunMetrics, total
-from etude.telemetry.decline import WINDOW, decline_of
+from etude.telemetry.decline import WINDOW, decline_of, is_graded
 from etude.telemetry.events import StepDone
 
 WARN_AFTER = 3
@@ -59,7 +59,7 @@ def without_signal(steps: Sequence[StepDone]) -> str | None:
 
 def declined(steps: Sequence[StepDone]) -> str | None:
     """The warning while rewards are below those of earlier steps, also if limits end more rollouts than then."""
-    graded = [step for step in steps if "reward_low" in step.metrics]
+    graded = [step for step in steps if is_graded(step.metrics)]
     decline = decline_of([step.metrics["reward_mean"] for step in graded])
     if decline is None:
         return None

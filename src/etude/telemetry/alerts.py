@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from etude.config.log import WATCHED, AlertConfig, Condition
-from etude.telemetry.decline import decline_of
+from etude.telemetry.decline import decline_of, is_graded
 from etude.telemetry.events import (
     AlertChanged,
     Event,
@@ -54,6 +54,7 @@ class AlertRules:
         self._hacked: deque[bool] = deque(maxlen=RECENT)
         self._served: dict[str, int] = {}
         self._published = 0
+        self._watches_decline = any(rule.condition.watch == "decline" for rule in self._rules)
         self._rewards: list[float] = []
 
     def add(self, logged: Logged) -> list[AlertChanged]:
@@ -70,7 +71,8 @@ class AlertRules:
                 in_vain = metrics.get("groups_without_signal") == metrics.get("groups")
                 self._values |= metrics
                 self._values["no_signal"] = self._values.get("no_signal", 0.0) + 1 if in_vain else 0.0
-                self._values["decline"] = self._decline(metrics)
+                if self._watches_decline:  # it takes a look at all steps
+                    self._values["decline"] = self._decline(metrics)
                 self._values["cost"] = self._cost()
                 if "k3" in metrics:
                     self._values["mismatch"] = metrics["k3"]
@@ -90,7 +92,7 @@ class AlertRules:
 
     def _decline(self, metrics: Mapping[str, float]) -> float:
         """The decline of the reward up to a step with these metrics; 0 for none."""
-        if "reward_low" in metrics:  # it has graded rollouts
+        if is_graded(metrics):
             self._rewards.append(metrics["reward_mean"])
         decline = decline_of(self._rewards)
         return 0.0 if decline is None else decline.share

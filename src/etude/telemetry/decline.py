@@ -6,7 +6,7 @@ A policy that collapses may go on with a signal in some groups, so nothing else 
 ``bench/science/results`` the rule finds one: with thresholds of 3 errors, or over 5 steps, it finds more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,6 @@ ERRORS = 4.0
 """Standard errors of the difference that chance may explain: every step is looked at, and compared with the best."""
 SHARE = 0.15
 """Smallest decline worth a warning, as a share of the best mean."""
-
-Floats_N = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +35,11 @@ class Decline:
     def share(self) -> float:
         """The decline as a share of the best mean; 1 if that is 0."""
         return (self.best - self.now) / abs(self.best) if self.best else 1.0
+
+
+def is_graded(metrics: Mapping[str, float]) -> bool:
+    """True if a step with these metrics has a graded rollout; else its mean reward says nothing."""
+    return "reward_low" in metrics
 
 
 def decline_of(rewards_N: Sequence[float]) -> Decline | None:
@@ -62,7 +65,7 @@ def decline_of(rewards_N: Sequence[float]) -> Decline | None:
     )
 
 
-def _first_of_highest(averages_W: Floats_N) -> npt.NDArray[np.intp]:
+def _first_of_highest(averages_W: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
     """[W] index of the highest of the first w + 1 means."""
     highest_W = np.maximum.accumulate(averages_W)
     is_new_W = np.append(True, highest_W[1:] > highest_W[:-1])
