@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import cast
 
 from etude.errors import ConfigError, EtudeError
+from etude.fsync import write_whole
 
 GROUP = "etude.plugins"
 """Group of entry points by which installed packages give short names."""
@@ -126,7 +127,7 @@ def keep(name: str, folder: Path) -> str:
     data = source.read_bytes()
     copy = folder / PLUGINS / f"{source.stem.partition('.')[0]}.{_digest(data)}.py"
     copy.parent.mkdir(exist_ok=True)
-    copy.write_bytes(data)
+    write_whole(copy, data)
     return f"@{PLUGINS}/{copy.name}:{match['name']}"
 
 

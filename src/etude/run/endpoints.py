@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import PortInUseError, RunFolderError
+from etude.fsync import write_whole
 from etude.run.process_name import ENGINE, GATEWAY, PRODUCT, PRODUCTION, ProcessName
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Endpoints:
             "urls": {str(name): f"http://{HOST}:{port}" for name, port in ports.own.items()},
             "public_ports": {str(name): port for name, port in ports.public.items()},
         }
-        self.file.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        write_whole(self.file, (json.dumps(table, indent=2) + "\n").encode())
 
     def url(self, name: ProcessName) -> str:
         """Base URL of a process. Raises :class:`~etude.errors.RunFolderError` before :meth:`reserve`, and for a process

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import BinaryIO, final
-from uuid import uuid4
 
 from etude.closing import Closing
 from etude.errors import DamagedError, EtudeError
+from etude.fsync import write_whole
 from etude.objects import Objects
 from etude.run.rounds import Rounds
 
@@ -134,9 +134,7 @@ def fetch_events(objects: Objects, folder: Path, process: str = "") -> None:
         missing = segments[len(shipped) :]
         if missing:
             whole = local[: shipped[-1].end if shipped else 0] + b"".join(_read(objects, missing))
-            partial = file.with_name(f".{file.name}.{uuid4().hex}")
-            partial.write_bytes(whole)
-            partial.replace(file)
+            write_whole(file, whole)
 
 
 def _read(objects: Objects, segments: Sequence[_EventObject]) -> list[bytes]:

@@ -32,7 +32,8 @@ from pathlib import Path
 
 from etude.config.loading import dump_run, load_recipe
 from etude.config.recipe import RunConfig
-from etude.errors import RunFolderError
+from etude.errors import DamagedError, RunFolderError
+from etude.fsync import write_whole
 from etude.ledger.open import is_url, place_of_run
 from etude.objects import ObjectStore
 from etude.run.endpoints import Endpoints
@@ -98,8 +99,10 @@ class RunFolder:
         return folder
 
     def record_url(self, url: str) -> None:
-        """Record the run's URL in a working folder, and create the folders of every run."""
-        (self.path / RUN_URL).write_text(url + "\n", encoding="utf-8")
+        """Record the run's URL in a working folder, and create the folders of every run. Each process of the run does
+        so when it opens the folder, while others read it.
+        """
+        write_whole(self.path / RUN_URL, f"{url}\n".encode())
         for part in (self.events, self.logs):
             part.mkdir(exist_ok=True)
 
@@ -136,8 +139,7 @@ class RunFolder:
     @property
     def ledger(self) -> str:
         """Path or URL of the durable state of the run."""
-        url = self.path / LEDGER_URL
-        return url.read_text(encoding="utf-8").strip() if url.is_file() else str(self.path / "ledger.db")
+        return _recorded(self.path / LEDGER_URL) or str(self.path / "ledger.db")
 
     @property
     def name(self) -> str:
@@ -146,9 +148,8 @@ class RunFolder:
 
     @property
     def url(self) -> str:
-        """The run's URL; empty if it is only in this folder."""
-        file = self.path / RUN_URL
-        return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+        """The run's URL; empty if it is only in this folder. Raises :class:`~etude.errors.DamagedError`."""
+        return _recorded(self.path / RUN_URL)
 
     @property
     def payloads(self) -> str:
@@ -248,6 +249,15 @@ def exclusive(folder: RunFolder, process: str, *, wait_s: float = 0.0) -> Iterat
         yield
     finally:
         os.close(descriptor)
+
+
+def _recorded(file: Path) -> str:
+    """The place that a file of a run folder names; empty without that file."""
+    if not file.is_file():
+        return ""
+    if not (place := file.read_text(encoding="utf-8").strip()):
+        raise DamagedError(f"{file} is empty: write the place into it that it named, or open the run by its URL")
+    return place
 
 
 def remove_unbegun(folder: RunFolder) -> None:

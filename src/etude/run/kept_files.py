@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import final
 
 from etude.errors import RunFolderError
+from etude.fsync import write_whole
 from etude.run.folder import RunFolder
 from etude.run.run_url import open_run_files
 from etude.run.store_outages import StoreOutages
@@ -109,10 +110,7 @@ class KeptFiles:
         return int(self._had.read_text("ascii")) if self._had.is_file() else 0
 
     def _note(self, number: int) -> None:
-        with TemporaryDirectory(prefix=".kept-", dir=self._folder.path) as own:
-            fresh = Path(own) / "number"
-            fresh.write_text(f"{number}\n", encoding="ascii")
-            fresh.replace(self._had)
+        write_whole(self._had, f"{number}\n".encode("ascii"))
 
 
 def _paths(folder: Path, names: tuple[str, ...]) -> Iterator[str]:

@@ -30,6 +30,7 @@ from etude.config.fleet import PRODUCTIONS, FleetConfig, LendingConfig
 from etude.errors import ConfigError, InfrastructureError
 from etude.fleet.lending import Forecast, LendingLimits, LendingTable, Production, ProductionLoad
 from etude.fleet.specs import ProcessSpec
+from etude.fsync import write_whole
 
 LOOK_S = 0.5
 """Interval at which production's load is polled."""
@@ -185,7 +186,7 @@ class Lender(Closing):
         if (learnt := self._table.forecast.to_json()) != self._written:
             self._written = learnt
             with suppress(OSError):  # a full disk: this hour's data is lost if this process ends before the next save
-                self._file.write_text(learnt, encoding="utf-8")
+                write_whole(self._file, learnt.encode())
 
     def _fetch_load(self) -> tuple[ProductionLoad | None, str]:
         """Production's load, or the reason why there is none."""

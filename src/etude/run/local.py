@@ -25,6 +25,7 @@ from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.errors import InfrastructureError
 from etude.fleet.specs import ProcessSpec
+from etude.fsync import write_whole
 from etude.ledger.ledger import Ledger
 from etude.run.event_copies import EventDownloads
 from etude.run.events import open_events
@@ -153,8 +154,8 @@ def write_report(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
     for logged in EventReader(folder.events).new():
         run.add(logged)
     report = build_report(run, config, machine=describe_machine(), date=date_utc(), commit=source_commit())
-    folder.report_json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
-    folder.report_html.write_text(render_page(report), encoding="utf-8")
+    write_whole(folder.report_json, orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    write_whole(folder.report_html, render_page(report).encode())
     return report
 
 

@@ -19,6 +19,7 @@ from etude.errors import ConfigError, RunFolderError
 from etude.fleet.launcher import LaunchContext, ProcessLauncher
 from etude.fleet.specs import ProcessSpec
 from etude.fleet.state import Desired, lasting_changes
+from etude.fsync import write_whole
 from etude.objects import ObjectStore
 from etude.run.fleet_plan import one_machine, plan_loop
 from etude.run.fleet_state import FLEET_FOLDER, FleetObjects, FleetState
@@ -113,7 +114,7 @@ def fleet_of(folder: RunFolder) -> FleetConfig | None:
 
 def remember_fleet(folder: RunFolder, fleet: FleetConfig) -> None:
     """Save a fleet in the run folder, so that ``--resume`` finds it."""
-    (folder.path / FLEET_FILE).write_text(tomli_w.dumps(fleet.model_dump(mode="json")), encoding="utf-8")
+    write_whole(folder.path / FLEET_FILE, tomli_w.dumps(fleet.model_dump(mode="json")).encode())
 
 
 def check_change(folder: RunFolder, fleet: FleetConfig) -> None:

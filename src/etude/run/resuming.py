@@ -11,7 +11,7 @@ from types import MappingProxyType
 from etude.config.loading import dump_run, load_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.fsync import sync
+from etude.fsync import write_whole
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder, exclusive
 from etude.run.resolve import resolve, with_absolute_paths
@@ -135,11 +135,7 @@ def change(folder: RunFolder, config: RunConfig) -> None:
     supervisor.
     """
     with exclusive(folder, "supervisor"):
-        partial = folder.config_file.with_suffix(".partial")
-        partial.write_text(dump_run(config, folder.path), encoding="utf-8")
-        sync(partial)
-        partial.replace(folder.config_file)
-        sync(folder.path)
+        write_whole(folder.config_file, dump_run(config, folder.path).encode(), syncs=True)
 
 
 def is_finished(folder: RunFolder, config: RunConfig) -> bool:

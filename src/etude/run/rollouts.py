@@ -24,6 +24,7 @@ from etude.config.tasks import LocalOptions
 from etude.dashboard.calls import turn_shares
 from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
+from etude.fsync import write_whole
 from etude.harnesses.command import CommandHarness
 from etude.harnesses.completions import HarnessContext
 from etude.harnesses.shell import ShellHarness
@@ -533,8 +534,7 @@ def write_harness(folder: Path, files: Mapping[str, str]) -> Path:
     place.mkdir(exist_ok=True)
     place.chmod(0o755)
     for name, text in files.items():
-        (place / name).write_text(text, encoding="utf-8")
-        (place / name).chmod(0o644)
+        write_whole(place / name, text.encode(), mode=0o644)  # agents of another process may be reading it
     return place
 
 

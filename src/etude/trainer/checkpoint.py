@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from etude.errors import DamagedError, InfrastructureError
-from etude.fsync import sync
+from etude.fsync import sync, write_whole
 from etude.trainer.sharded import is_sharded, local, sharded_as
 from etude.weights.device import STORED_TYPES
 
@@ -169,7 +169,7 @@ class Checkpoints:
         partial, target = self._partial(step), self._path(step)
         digest = parts.write(partial / _file_name(self._rank)).hex()
         if self._rank:
-            _put(partial / f"{_file_name(self._rank)}{DIGEST}", digest)
+            write_whole(partial / f"{_file_name(self._rank)}{DIGEST}", digest.encode("ascii"))
             return
         files = {_file_name(0): digest}
         for rank in range(1, 1 if self._mesh is None else self._mesh.size()):
@@ -316,13 +316,6 @@ class _Saved:
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
-
-
-def _put(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    written = path.with_name(f"{path.name}{PARTIAL}")
-    written.write_text(text, encoding="ascii")
-    written.rename(path)
 
 
 def _sha256(path: Path) -> bytes:

@@ -63,6 +63,30 @@ def test_another_machine_has_the_recipe_the_plugins_and_the_place_of_the_ledger(
     assert "key" not in "".join(ObjectStore(url).list(""))
 
 
+def test_a_process_that_opens_a_run_never_hides_its_place_from_another(url: str) -> None:
+    """Regression: a rollouts process that started meanwhile stored turns on its own disk, where no trainer looks."""
+    made = create_run(url, default_recipe([POSTGRES]))
+
+    def open_again() -> None:
+        for _ in range(1000):
+            made.record_url(url)
+
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(open_again)
+        while not opened.done():
+            assert RunFolder(made.path).payloads == f"{url}/payloads"
+        opened.result()
+
+
+def test_an_empty_record_of_the_place_is_refused(url: str) -> None:
+    made = create_run(url, default_recipe([POSTGRES]))
+    for name in ("run.url", "ledger.url"):
+        (made.path / name).write_text("\n")
+        with pytest.raises(DamagedError, match=rf"{name} is empty: write the place"):
+            assert made.payloads != made.ledger
+        (made.path / name).write_text(url)
+
+
 def test_the_newest_files_count_on_every_machine(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = create_run(url, default_recipe([POSTGRES, "trainer.steps=3"]))
     elsewhere(monkeypatch, tmp_path)

@@ -16,11 +16,11 @@ pause file, which a person removes. Both are written atomically.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
-from uuid import uuid4
 
 import orjson
 
 from etude.errors import DamagedError
+from etude.fsync import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +154,7 @@ class SpendFile:
         """Save, and return the spend of all other processes. Raises like :meth:`load`, about their files."""
         if self._folder is None:
             return Spend()
-        fresh = self._folder / f"{self._name}.new"
-        fresh.write_bytes(orjson.dumps(asdict(spent)))
-        fresh.replace(self._folder / self._name)
+        write_whole(self._folder / self._name, orjson.dumps(asdict(spent)))
         return self.others()
 
     def others(self) -> Spend:
@@ -191,6 +189,4 @@ class JudgePause:
 
     def begin(self, why: str) -> None:
         """Pause from now on."""
-        fresh = self._file.with_name(f"{self._file.name}.{uuid4().hex}")  # several processes may begin it at once
-        fresh.write_text(why, encoding="utf-8", errors="replace")
-        fresh.replace(self._file)
+        write_whole(self._file, why.encode(errors="replace"))
