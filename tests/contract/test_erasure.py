@@ -149,6 +149,17 @@ def test_what_a_killed_deletion_left_is_removed_by_the_next(
     assert not list((tmp_path / "payloads").rglob("*.safetensors"))
 
 
+def test_a_session_that_is_deleted_while_it_is_scored_is_not_trained_on(
+    store: FeedbackStore, ledger: Ledger, releases: ReleaseStore
+) -> None:
+    """Regression: the ledger had no group to drop yet, and admitted the session afterwards."""
+    turn = converse(store, "s", USER)
+    store.privacy.request_deletion(user=USER, actor="test", now=4.0)
+    assert len(carry_out(store, ledger, releases, 5.0)) == 1
+    assert offer(ledger, "s", USER, turn) is LiveAdmission.DELETED
+    assert list(ledger.groups(LIVE, [GroupState.READY])) == [] and ledger.live.of_user(USER) == []
+
+
 def erase_live_of(session_id: str, db: object) -> object:
     return erase_live(db, session_id)  # type: ignore[arg-type]
 

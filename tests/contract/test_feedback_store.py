@@ -6,8 +6,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from etude.errors import DamagedError, RunFolderError
+from etude.errors import DamagedError, InfrastructureError, RunFolderError
 from etude.feedback.join import EventResult
+from etude.feedback.joiner import Joiner, StoreOnlySink
 from etude.feedback.privacy import forget_sessions
 from etude.feedback.store import FeedbackStore
 from etude.feedback.writer import StoreWriter
@@ -182,6 +183,59 @@ def test_turns_that_cannot_be_read_are_named(store: FeedbackStore) -> None:
         store.closed(1)
     store._db.write(lambda db: forget_sessions(["s"], db))
     assert store.closed(1)[0] == []
+
+
+def test_a_session_ends_before_the_first_turn_that_is_missing(store: FeedbackStore) -> None:
+    """Regression: later turns moved up by one place, or no session was learnt from any more."""
+    session = live_session("s")
+    first = answer(session, message="with a \0 in it")
+    store.keep(first, GATEWAY, 1)
+    store.keep(answer(session, 2, earlier=first.turns[0]), GATEWAY, 2)
+    store.end(["s"], 3)
+    store.close_windows(99, 1)
+    ((joined,), _) = store.closed(1)
+    assert (joined.session.turns, len(joined.turns), joined.messages) == (1, 1, ("with a  in it",))
+
+
+def test_a_session_that_cannot_be_read_does_not_hold_up_the_others(store: FeedbackStore) -> None:
+    two_turns(store)
+    store.keep(answer(live_session("other")), GATEWAY, 1)
+    store.end(["s", "other"], 2)
+    store._db.write(lambda db: db.execute("UPDATE turns SET record = ? WHERE turn = 1", b"nonsense"))
+    joiner = Joiner(store, StoreOnlySink(), None)
+    assert [joiner.step(99.0) for _ in range(3)] == [1, 1, 0]
+    assert store.counts() == {"session_damaged": 1, "session_kept": 1}
+
+
+def test_the_newest_session_of_a_name_and_user_is_withdrawn_also_once_it_is_handed_on(store: FeedbackStore) -> None:
+    for session_id, opened_at in [("old", 1.0), ("new", 2.0)]:
+        store.keep(answer(live_session(session_id, "n", opened_at=opened_at)), GATEWAY, opened_at)
+    assert not store.withdraw_named(OWNER, "n", "someone else", 3.0)
+    assert not store.withdraw_named("another key", "n", "someone", 3.0)
+    assert store.withdraw_named(OWNER, "n", "someone", 3.0)
+    assert store.status(OWNER, "new") is None and store.status(OWNER, "old") is not None
+    store.end(["old"], 4.0)
+    store.close_windows(99.0, 1)
+    assert store.withdraw_named(OWNER, "n", "someone", 100.0)
+    assert [(one.session_id, one.requested_by) for one in store.privacy.requests(is_open=True)] == [("old", OWNER)]
+
+
+def test_a_work_that_must_run_is_tried_until_the_store_takes_it(place: str) -> None:
+    writer = StoreWriter(lambda: FeedbackStore.open(place, window_s=WINDOW_S))
+    writer.start()
+    tries: list[int] = []
+
+    def work(db: Database) -> str:
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise InfrastructureError("the store is away")
+        return "done"
+
+    refused = writer.submit(work)
+    with pytest.raises(InfrastructureError, match="away"):
+        refused.result(30)
+    assert writer.submit(work, must_run=True).result(30) == "done"
+    writer.stop(30)
 
 
 def test_a_ledger_is_no_feedback_store(tmp_path: object, new_place: NewPlace) -> None:

@@ -8,18 +8,24 @@ woken by: its caller, periodically; on shutdown: may die at any point. A session
 sink has stored it, and the sink stores none twice: it is delivered at least once and counted exactly once.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import final
 
 from etude.feedback.follow_up import FollowUpRule
 from etude.feedback.store import FeedbackStore
+from etude.feedback.turns import DamagedSession
 from etude.protocols import JoinedSessions
 from etude.types import JoinedSession
 
 BATCH = 500
 """Sessions per batch: as many as fit into memory with all their turns."""
+DAMAGED = "damaged"
+"""Result of a session that cannot be read: it is not given to the sink, and does not hold up the others."""
 ABANDONED_S = 3600.0
 """Age of the last turn after which an open session's gateway counts as dead: a live one ends it in 15 min."""
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -35,16 +41,20 @@ class Joiner:
         self._batch = batch
 
     def step(self, now: float) -> int:
-        """Process what is due, at most one batch; return the number of sessions given to the sink.
+        """Process what is due, at most one batch; return the number of sessions that are done: given to the sink, or
+        damaged.
 
-        Raises :class:`~etude.errors.InfrastructureError` if the store or the sink is unreachable, and
-        :class:`~etude.errors.DamagedError` for a session that cannot be read.
+        Raises :class:`~etude.errors.InfrastructureError` if the store or the sink is unreachable.
         """
         self._store.end_idle(now - ABANDONED_S, now)
         self._store.give_up_unmatched(now - self._store.window_s)
-        joined, left_out = self._store.closed(self._batch, self._follow_up)
-        if not joined and self._store.close_windows(now, self._batch):
+        try:
             joined, left_out = self._store.closed(self._batch, self._follow_up)
+            if not joined and self._store.close_windows(now, self._batch):
+                joined, left_out = self._store.closed(self._batch, self._follow_up)
+        except DamagedSession as error:
+            logger.error("%s; the others are learnt from", error)
+            return self._store.taken({error.session_id: DAMAGED}, {}, now)
         if joined:
             outcomes = self._sink.take(joined)
             results = {one.session.session_id: outcome for one, outcome in zip(joined, outcomes, strict=True)}

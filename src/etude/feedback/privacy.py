@@ -67,7 +67,7 @@ class PrivacyRecords:
         """Record a request for either a user or a session. Open sessions of the user end."""
         if bool(user) == bool(session_id):
             raise ValueError(f"user={user!r}, session_id={session_id!r}: expected one of them")
-        request_id = self._db.write(partial(_request, user, session_id, actor, now))
+        request_id = self._db.write(partial(request_deletion, user, session_id, actor, now))
         return next(one for one in self.requests() if one.request_id == request_id)
 
     def requests(self, *, is_open: bool = False) -> list[DeletionRequest]:
@@ -137,7 +137,8 @@ def _read(row: Row) -> DeletionRequest:
     )
 
 
-def _request(user: str, session_id: str, actor: str, now: float, db: Database) -> int:
+def request_deletion(user: str, session_id: str, actor: str, now: float, db: Database) -> int:
+    """Do what :meth:`PrivacyRecords.request_deletion` does, as a part of a transaction; return the request's id."""
     ((last,),) = db.execute("SELECT coalesce(max(request_id), 0) FROM deletions")
     sql = f"INSERT INTO deletions ({COLUMNS}) VALUES (?, ?, ?, ?, ?, NULL, 0, '')"
     db.execute(sql, last + 1, user, session_id, now, actor)

@@ -28,7 +28,7 @@ import orjson
 
 from etude.feedback.follow_up import FollowUpRule
 from etude.feedback.join import UNMATCHED, EventResult, LiveTurn, MatchedSession, join, result_of
-from etude.feedback.privacy import PrivacyRecords, forget_sessions
+from etude.feedback.privacy import PrivacyRecords, forget_sessions, request_deletion
 from etude.feedback.schema import FEEDBACK
 from etude.feedback.signals import Event
 from etude.feedback.turns import decode_records, encode_turn
@@ -129,6 +129,12 @@ class FeedbackStore(LedgerConnection):
         """Delete a session whose user withdrew consent, with its turns and signals."""
         self._db.write(partial(forget_sessions, [session_id]))
 
+    def withdraw_named(self, owner: str, name: str, user: str, now: float) -> bool:
+        """Delete the newest session that ``owner`` has of a user, a pseudonym, under a name or id; false without one.
+        If it was handed on already, its deletion is requested (:class:`~etude.feedback.privacy.PrivacyRecords`).
+        """
+        return self._db.write(partial(withdraw_named, owner, name, user, now))
+
     # ── from products
 
     def reporting(
@@ -168,7 +174,7 @@ class FeedbackStore(LedgerConnection):
     def closed(self, limit: int, follow_up: FollowUpRule | None = None) -> tuple[list[JoinedSession], Counter[str]]:
         """The first closed sessions that are not yet taken, joined, and the number of omitted signals by reason.
 
-        Raises :class:`~etude.errors.DamagedError` for turns that cannot be read.
+        Raises :class:`~etude.feedback.turns.DamagedSession` for turns that cannot be read.
         """
         return self._db.read(partial(_closed, limit, self.window_s, follow_up))
 
@@ -241,6 +247,21 @@ def end_sessions(session_ids: Sequence[str], now: float, db: Database) -> None:
     db.execute(sql, now, json_rows([[session_id] for session_id in session_ids]))
 
 
+def withdraw_named(owner: str, name: str, user: str, now: float, db: Database) -> bool:
+    """Do what :meth:`FeedbackStore.withdraw_named` does, as a part of a transaction."""
+    sql = """
+        SELECT session_id, closed_at FROM sessions WHERE owner = ? AND pseudonym = ? AND (session_id = ? OR name = ?)
+        ORDER BY opened_at DESC, session_id LIMIT 1
+    """
+    for session_id, closed_at in db.execute(sql, owner, user, name, name):
+        if closed_at is None:
+            forget_sessions([session_id], db)
+        else:
+            request_deletion("", session_id, owner, now, db)
+        return True
+    return False
+
+
 def _withhold(session: LiveSession, db: Database) -> None:
     """Delete a session and count it as redacted."""
     forget_sessions([session.session_id], db)
@@ -280,7 +301,8 @@ def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
             INSERT INTO turns (session_id, turn, completion, follows, shared, message, record)
             VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (session_id, turn) DO NOTHING
         """
-        db.execute(sql, session.session_id, index, new.completion, new.follows, shared, new.message, record)
+        message = new.message.replace("\0", "")  # a character that PostgreSQL has no text with
+        db.execute(sql, session.session_id, index, new.completion, new.follows, shared, message, record)
     _match(db, "completion", (new.completion,), session, new.first)
 
 
@@ -471,7 +493,7 @@ def _closed(
 
 def _turns_of(db: Database, ids: str) -> dict[str, list[LiveTurn]]:
     sql = """
-        SELECT t.session_id, t.completion, t.follows, t.shared, t.message, t.record
+        SELECT t.session_id, t.turn, t.completion, t.follows, t.shared, t.message, t.record
         FROM json_each(?) AS r JOIN turns AS t ON t.session_id = r.value->>0 ORDER BY t.session_id, t.turn
     """
     rows: dict[str, list[Row]] = {}
@@ -481,10 +503,12 @@ def _turns_of(db: Database, ids: str) -> dict[str, list[LiveTurn]]:
 
 
 def _live_turns(session_id: str, rows: Sequence[Row]) -> list[LiveTurn]:
-    turns = decode_records([(record, follows, shared) for _, follows, shared, _, record in rows], session_id)
+    """The turns of a session up to the first that could not be stored: later ones may continue that one."""
+    whole = [row[1:] for index, row in enumerate(rows) if row[0] == index]
+    turns = decode_records([(record, follows, shared) for _, follows, shared, _, record in whole], session_id)
     return [
         LiveTurn(turn=turn, completion=completion, follows=follows, message=message)
-        for turn, (completion, follows, _, message, _) in zip(turns, rows, strict=True)
+        for turn, (completion, follows, _, message, _) in zip(turns, whole, strict=True)
     ]
 
 

@@ -17,6 +17,14 @@ from etude.ledger.turns import decode_turns, encode_turns
 from etude.types import Ids, Turn
 
 
+class DamagedSession(DamagedError):
+    """The stored turns of a live session cannot be read."""
+
+    def __init__(self, session_id: str, why: str) -> None:
+        super().__init__(f"the turns of live session {session_id} cannot be read: {why}; delete it")
+        self.session_id = session_id
+
+
 def encode_turn(turn: Turn, earlier: Turn | None) -> tuple[bytes, int]:
     """The record of a turn, and the number of omitted tokens: those of ``earlier`` if the turn continues it, else 0."""
     shared = earlier.length if earlier is not None and turn.continues(earlier) else 0
@@ -26,7 +34,7 @@ def encode_turn(turn: Turn, earlier: Turn | None) -> tuple[bytes, int]:
 def decode_records(records: Sequence[tuple[bytes, int | None, int]], name: str) -> tuple[Turn, ...]:
     """The turns of a session from all its records, in order: bytes, index of the continued turn, shared tokens.
 
-    Raises :class:`~etude.errors.DamagedError`, which names the session ``name``.
+    Raises :class:`DamagedSession`, which names the session ``name``.
     """
     try:
         turns = [decode_turns(record)[0] for record, _, _ in records]
@@ -36,7 +44,7 @@ def decode_records(records: Sequence[tuple[bytes, int | None, int]], name: str) 
             if len(prompts[index]) != shared + len(turns[index].prompt_ids):
                 raise ValueError(f"turn {index} continues {shared} tokens, and there are others")
     except (ValueError, IndexError) as error:
-        raise DamagedError(f"the turns of live session {name} cannot be read: {error}; delete it") from error
+        raise DamagedSession(name, str(error)) from error
     return tuple(replace(turn, prompt_ids=prompt) for turn, prompt in zip(turns, prompts, strict=True))
 
 

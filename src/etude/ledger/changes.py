@@ -42,6 +42,8 @@ DELETED = "deleted: its user, or the time for which sessions are kept, wanted it
 """Reason to drop a live session later, before it is trained on."""
 ERASED_TURNS = "erased-turns."
 """Prefix of facts with digests of turn objects that no row references and that must still be deleted."""
+REFUSED_SESSION = "refused-session."
+"""Prefix of facts with ids of live sessions that were deleted before they were offered."""
 STALE = "stale: the batches that its tokens are fresh enough for are full"
 """Reason to drop a live session."""
 
@@ -67,6 +69,8 @@ class LiveAdmission(StrEnum):
     """Its group was added as dropped because its rollout is quarantined."""
     DUPLICATE = "duplicate"
     """It was offered before: nothing changed."""
+    DELETED = "deleted"
+    """Its deletion was requested, and carried out, while it was being scored: nothing of it is stored."""
 
 
 class NotAdmitted(StrEnum):
@@ -119,6 +123,8 @@ def admit_live(
     assert observation is not None, f"rollout {session} is of no live session"
     if rows.is_admitted(db, session):
         return LiveAdmission.DUPLICATE
+    if rows.get_fact(db, f"{REFUSED_SESSION}{session}") is not None:
+        return LiveAdmission.DELETED
     outcome, reason = LiveAdmission.READY, ""
     if rollout.verdict is not None and rollout.is_quarantined:
         outcome, reason = LiveAdmission.QUARANTINED, f"quarantined: {rollout.verdict.reason}"
@@ -136,14 +142,17 @@ def admit_live(
     return outcome
 
 
-def erase_live(db: Database, session_id: str) -> ErasedSession:
+def erase_live(db: Database, session_id: str, *, is_requested: bool = False) -> ErasedSession:
     """Erase a live session's rollout and observation, and drop its group if no batch has it. If a step trained on it,
     the group stays as a record of that, without content.
 
-    Nothing changes while a running step uses it, because that step may have to be repeated with the same bytes.
+    Nothing changes while a running step uses it, because that step may have to be repeated with the same bytes. With
+    ``is_requested`` a session that was not offered yet is refused when it is: another process may be scoring it.
     """
     placed = rows.live_group(db, session_id)
     if placed is None:
+        if is_requested:
+            rows.set_fact(db, f"{REFUSED_SESSION}{session_id}", "")
         return ErasedSession()
     group, step = placed
     if group.state is GroupState.CLAIMED:

@@ -37,14 +37,15 @@ class LiveGroups:
         records = self._db.read(lambda db: rows.observed_records(db, limit, before_step)) if limit else []
         return [decode_observed(record) for record in records]
 
-    def erase(self, session_id: str) -> ErasedSession:
+    def erase(self, session_id: str, *, is_requested: bool = False) -> ErasedSession:
         """Remove all traces of a live session, including its turns in the payloads, even if processes die; see
-        :func:`~etude.ledger.changes.erase_live`. While a running step uses the session, call it again later.
+        :func:`~etude.ledger.changes.erase_live`, also for ``is_requested``. While a running step uses the session, call
+        it again later.
 
         Routes and masks of its turns are removed at the commit of the step that trains on it, or here.
         """
         payloads, bulky = self._turns.payloads, self._bulky_of(session_id)
-        erased = self._db.write(lambda db: changes.erase_live(db, session_id))
+        erased = self._db.write(lambda db: changes.erase_live(db, session_id, is_requested=is_requested))
         if payloads is not None and not erased.is_busy:
             payloads.drop(bulky)
             for digest in self._db.read(lambda db: rows.facts_under(db, changes.ERASED_TURNS)):

@@ -55,7 +55,7 @@ def _erase_all(
 def _erase(
     session_id: str, request: DeletionRequest, store: FeedbackStore, ledger: Ledger, releases: ReleaseStore
 ) -> bool:
-    erased = ledger.live.erase(session_id)
+    erased = ledger.live.erase(session_id, is_requested=True)
     if not erased.is_busy:
         releases.forget_session(session_id)
         store.privacy.session_is_gone(request, session_id, erased.step)

@@ -77,13 +77,15 @@ class LiveRewards:
             capped = replace(one.session.observation, weight=weights.get(user, 1.0))
             weighed = replace(one, session=replace(one.session, observation=capped))
             outcomes[joined.session.session_id] = self._offer(joined, weighed, suspected.get(user))
-        self._scorer.learn(one.session for one in scored)
+        deleted = {name for name, outcome in outcomes.items() if outcome == LiveAdmission.DELETED}
+        self._scorer.learn(one.session for one in scored if one.session.session_id not in deleted)
         return [outcomes.get(joined.session.session_id, EMPTY) for joined in sessions]
 
     def _protection(self, scored: Sequence[ObservedSession]) -> tuple[Mapping[str, float], Mapping[str, Suspicion]]:
         """(User → weight of each of their sessions; user → suspicion, for users who are excluded from training)."""
-        limits, everything = self._config.feedback.poisoning, [*self._scorer.sessions, *scored]
-        self._rated += sum(_is_rated(session) for session in scored)
+        fresh = self._scorer.new_among(scored)
+        limits, everything = self._config.feedback.poisoning, [*self._scorer.sessions, *fresh]
+        self._rated += sum(_is_rated(session) for session in fresh)
         if self._rated - self._rated_at_search >= WATCH_EVERY:
             rated = [_rated(session) for session in everything if _is_rated(session)]
             self._suspected, self._rated_at_search = suspicions(rated, limits), self._rated
@@ -91,12 +93,12 @@ class LiveRewards:
         return capped_weights(users, limits.largest_share), self._suspected
 
     def _offer(self, joined: JoinedSession, scored: ScoredSession, suspicion: Suspicion | None) -> str:
-        if suspicion is None:
-            self._count(joined, scored)
         rollout = live_rollout(joined, scored, suspicion)
         version = oldest_version(joined.turns)
         window = self._admission.window(version, self._ledger.loads.count(version), LIVE)
         outcome = self._ledger.live.admit(rollout, scored.session, version=version, kept_below=window)
+        if suspicion is None and outcome is not LiveAdmission.DELETED:
+            self._count(joined, scored)
         if outcome is LiveAdmission.READY:
             self._events.write(_closed(rollout, scored.session.observation.template, joined.turns))
         return outcome

@@ -9,7 +9,7 @@ Wiring only: :mod:`etude.gateway.capture.live` decides what is recorded, :mod:`e
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast, final
@@ -23,8 +23,8 @@ from etude.feedback.api import FeedbackApi
 from etude.feedback.privacy import forget_sessions
 from etude.feedback.redaction import Redaction, Redactor
 from etude.feedback.signals import NoReport
-from etude.feedback.store import FeedbackStore, Filter, end_all_of, end_sessions, unchanged
-from etude.feedback.writer import StoreWriter
+from etude.feedback.store import FeedbackStore, Filter, Work, end_all_of, end_sessions, unchanged, withdraw_named
+from etude.feedback.writer import StoreBusy, StoreWriter
 from etude.gateway.api import chat
 from etude.gateway.api.calls import RETRY_AFTER_S, RETRYABLE, ApiError
 from etude.gateway.capture.live import LiveRecorder
@@ -112,12 +112,22 @@ class StoreJournal:
         await asyncio.shield(asyncio.wrap_future(self._writer.submit(work)))
 
     def end(self, session_id: str) -> None:
-        """End a session: no further turns follow."""
-        self._writer.submit(partial(end_sessions, [session_id], unix_s()))
+        """End a session: no further turns follow. If the store does not take that, the session ends when it was idle
+        for long (:meth:`~etude.feedback.store.FeedbackStore.end_idle`).
+        """
+        with suppress(StoreBusy):
+            self._writer.submit(partial(end_sessions, [session_id], unix_s()))
 
-    def withdraw(self, session_id: str) -> None:
-        """Delete everything stored of a session."""
-        self._writer.submit(partial(forget_sessions, [session_id]))
+    async def withdraw(self, session_id: str) -> None:
+        """Delete everything stored of a session; tried until it is done, even if the caller stops waiting."""
+        await self._certainly(partial(forget_sessions, [session_id]))
+
+    async def withdraw_named(self, owner: str, name: str, user: str) -> None:
+        """The same for the newest session with a name, if there is one, even if it was handed on."""
+        await self._certainly(partial(withdraw_named, owner, name, user, unix_s()))
+
+    async def _certainly(self, work: Work) -> None:
+        await asyncio.shield(asyncio.wrap_future(self._writer.submit(work, must_run=True)))
 
 
 @final

@@ -138,8 +138,10 @@ class StepCommits(Closing):
         state = published_state(model, self.config.numerics)
         if step == self.unproven:
             self.prove(step, state)
-        # Weights that could not be recomputed to the same bits must not be visible before they can be restored.
-        is_free = not self._is_held or self.config.numerics.arithmetic == "invariant"
+        # Weights that could not be recomputed to the same bits must not be visible before they can be restored. With
+        # users' sessions they could not: one that the baseline was computed from may be deleted meanwhile.
+        is_exact = self.config.numerics.arithmetic == "invariant" and not self.config.live.groups_per_step
+        is_free = not self._is_held or is_exact
         self.publishing.start(state, step, (lambda: None) if is_free else self.copies.wait)
         self.remember_policy(step, model)
 

@@ -131,3 +131,12 @@ def test_a_capped_user_weighs_less(ledger: Ledger, events: EventLog) -> None:
     sink.take([joined(f"{number}", "one" if number < 4 else f"u{number}") for number in range(6)])
     weights = [group.weight for group in ledger.groups(LIVE)]
     assert weights[0] < 0.5 and weights[5] == pytest.approx(1.0)
+
+
+def test_what_a_successor_is_given_again_is_learnt_from_once(ledger: Ledger, tmp_path: Path) -> None:
+    given = [joined(str(number), f"u{number % 3}", None, (SignalKind.THUMBS, 1, None)) for number in range(5)]
+    with EventLog(tmp_path, "feedback") as events:
+        LiveRewards(CONFIG, ledger, events).take(given)  # killed before the store knew
+        successor = LiveRewards(CONFIG, ledger, events)
+        assert set(successor.take(given)) == {"duplicate"}
+        assert [one.session_id for one in successor._scorer.sessions] == ["0", "1", "2", "3", "4"]

@@ -165,6 +165,30 @@ async def test_nothing_is_kept_without_consent_and_nothing_more_once_it_is_withd
 
 
 @in_a_loop
+async def test_consent_is_withdrawn_from_a_session_that_the_gateway_has_closed_or_never_had(folder: RunFolder) -> None:
+    """Regression: it was deleted only where its gateway still had it in memory."""
+    async with product(folder, limits=SessionLimits(idle_s=0.05)) as caller:
+        for name, user in [("idle", "ada"), ("idle", "bob"), ("moved", "ada")]:
+            await ask(caller, name, X_Etude_User=user, **CONSENT)
+            await asyncio.sleep(0.1)
+        await ask(caller, "idle", X_Etude_User="ada", X_Etude_Consent="none")
+    async with product(folder) as other:
+        await ask(other, "moved", X_Etude_User="ada", X_Etude_Consent="none")
+    assert [one.session.user for one in joined(folder)] == [pseudonym(folder.key(KeyRole.USERS), "bob")]
+
+
+@in_a_loop
+async def test_an_answer_that_is_repeated_does_not_bring_a_deleted_session_back(folder: RunFolder) -> None:
+    async with product(folder) as caller:
+        again = {"X_Request_Id": "first", **CONSENT}
+        first = await ask(caller, "chat", **again)
+        with FeedbackStore.open(feedback_place(folder), window_s=WINDOW_S) as store:
+            store.withdraw(first.session)
+        assert (await ask(caller, "chat", **again)).completion == first.completion
+    assert joined(folder) == []
+
+
+@in_a_loop
 async def test_a_call_without_a_session_is_one_of_a_single_turn(folder: RunFolder) -> None:
     async with product(folder) as caller:
         body = {"messages": QUESTION, "max_tokens": 4, "n": 2}
@@ -254,6 +278,7 @@ class AwayJournal:
     def __init__(self, *, answers: bool) -> None:
         self.answers = answers
         self.ended: list[str] = []
+        self.withdrawn: list[str] = []
 
     async def keep(self, answer: LiveAnswer) -> None:
         if self.answers:
@@ -263,8 +288,13 @@ class AwayJournal:
     def end(self, session_id: str) -> None:
         self.ended.append(session_id)
 
-    def withdraw(self, session_id: str) -> None:
-        raise AssertionError("nothing was withdrawn")
+    async def withdraw(self, session_id: str) -> None:
+        self.withdrawn.append(session_id)
+        if len(self.withdrawn) == 1:
+            raise InfrastructureError("the store is away")
+
+    async def withdraw_named(self, owner: str, name: str, user: str) -> None:
+        raise InfrastructureError("the store is away")
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -281,6 +311,26 @@ async def test_users_are_served_while_the_store_is_away_and_the_session_ends_the
             first = await ask(caller, "chat", **CONSENT)
             second = await ask(caller, "chat", **CONSENT)
             assert (recorder.unkept, journal.ended, second.session) == (1, [first.session], "")
+
+
+@in_a_loop
+async def test_a_withdrawal_that_is_not_stored_is_refused_and_can_be_repeated(folder: RunFolder) -> None:
+    """Regression: it was answered, and nobody read that the store had failed. What was stored of a session whose later
+    answers could not be counts, too.
+    """
+    journal = AwayJournal(answers=True)
+    async with open_live_sessions(folder, FeedbackConfig(window_s=1), GATEWAY) as real:
+        live = LiveSessions(recorder=LiveRecorder(journal, lambda user: user), api=real.api)
+        async with gateway(Setting(fake_engine(), live=live)) as caller:
+            session = (await ask(caller, "chat", **CONSENT)).session
+            body: Json = {"messages": QUESTION, "max_tokens": 6}
+            none = {"X_Etude_Session": "chat", "X_Etude_Consent": "none"}
+            refused = await caller.send("POST", CHAT, PRODUCT_KEY, body, **none)
+            assert (refused.status, refused.at("error", "code")) == (503, "feedback_unavailable"), refused.raw
+            assert (await ask(caller, "chat", X_Etude_Consent="none")).session == ""
+            await ask(caller, "chat", X_Etude_Consent="none")
+            assert journal.withdrawn == [session, session]
+            assert (await ask(caller, "another", X_Etude_Consent="none")).session == "", "its user is served"
 
 
 @in_a_loop

@@ -133,6 +133,10 @@ class Conversation:
         """True once the gateway has decided whether to record this as a live session."""
         self.live: LiveSession | None = None
         """The live session that records it; ``None``: it is not recorded."""
+        self.stored_as = ""
+        """Id of the live session that has recorded it, also after that ended; empty: nothing of it is stored."""
+        self.stored_turns = 0
+        """Number of its turns that are known to be on disk."""
         self._format = chat_format
         self._turns = TurnStore() if turns is None else turns
         self._trees: list[tuple[_Preamble, Node]] = []

@@ -2,7 +2,8 @@
 
     first call of a session   consent ─▶ recorded, under its own id; none ─▶ not recorded, whatever follows
     each answer               its turns are on disk before the caller gets it (of a stream: its last event)
-    a call with none          consent is withdrawn: everything recorded of the session is deleted
+    a call with none          consent is withdrawn: everything recorded of the session is deleted, also if another
+                              gateway recorded it, or this one before it was idle
     closed, or idle           the session ends
 
     X-Etude-Consent: train | none     default: that of the key, which is none unless created with train
@@ -11,10 +12,11 @@
 
 Owns which conversations are recorded and their metadata. A :class:`LiveJournal`, supplied by ``run``, stores them.
 While the journal is unavailable users are still served: such a session ends with the turns stored so far, and is
-counted.
+counted. Only a call that withdraws consent from a session in progress is refused, since its answer is a promise.
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -37,6 +39,8 @@ WORD = re.compile(r"[A-Za-z0-9._:/-]{0,128}")
 """Templates and regions: they appear in reports."""
 KEEP_S = 5.0
 """Longest time that an answer waits to be written to disk; a sync takes milliseconds."""
+
+logger = logging.getLogger(__name__)
 
 Pseudonym = Callable[[str], str]
 """Maps a user to a pseudonym."""
@@ -65,8 +69,14 @@ class LiveJournal(Protocol):
         """Mark a session as complete: no turn follows."""
         ...
 
-    def withdraw(self, session_id: str) -> None:
-        """Delete everything stored for a session."""
+    async def withdraw(self, session_id: str) -> None:
+        """Delete everything stored for a session; return once that is on disk. It is deleted as soon as possible even
+        if the caller stops waiting. Raises :class:`~etude.errors.InfrastructureError`.
+        """
+        ...
+
+    async def withdraw_named(self, owner: str, name: str, user: str) -> None:
+        """The same for the newest session with a name that the client ``owner`` has of a user, if there is one."""
         ...
 
 
@@ -116,24 +126,27 @@ class LiveRecorder:
         """Parse the headers of a production call. Raises :class:`~etude.gateway.api.calls.ApiError`."""
         return live_call(headers, self._pseudonym)
 
-    def admit(self, conversation: Conversation, call: LiveCall, owner: str, *, by_default: bool, arm: str = "") -> None:
+    async def admit(
+        self, conversation: Conversation, call: LiveCall, owner: str, *, by_default: bool, arm: str = ""
+    ) -> None:
         """Decide at its first call whether a conversation is recorded; a later call may withdraw consent.
 
         ``owner`` is the id of the client's key, ``by_default`` its consent if a call specifies none, ``arm`` the arm of
-        the routing table that serves the user.
+        the routing table that serves the user. Raises :class:`~etude.gateway.api.calls.ApiError` (503) if consent is
+        withdrawn and the journal is unavailable.
         """
-        live = conversation.live
-        if live is not None and call.consent is False:
-            conversation.live = None
-            self._journal.withdraw(live.session_id)
-        if live is not None or conversation.admitted:
+        if call.consent is False and conversation.stored_as:
+            await self._withdraw(conversation)
+        if conversation.admitted:
             return
         conversation.admitted = True
+        name = name_in(conversation.session_id, owner)
+        if call.consent is False and name:
+            await self._withdraw_earlier(owner, name, call.user)
         if not (by_default if call.consent is None else call.consent):
             return
         if self._regions and call.region not in self._regions:
             return
-        name = name_in(conversation.session_id, owner)
         conversation.live = LiveSession(
             # A client may reuse a name; a generated id is unique already.
             session_id=new_session_id() if name else conversation.session_id,
@@ -150,14 +163,17 @@ class LiveRecorder:
             last_version=None,
             turns=0,
         )
+        conversation.stored_as = conversation.live.session_id
         conversation.on_close = partial(self._end, conversation)
 
     async def keep(self, conversation: Conversation, answer: Answer) -> None:
-        """Wait until a recorded answer of a live session is on disk; for any other session, return at once."""
+        """Wait until a recorded answer of a live session is on disk; for any other session, return at once.
+
+        An answer that is repeated is not stored again, since its session may be deleted by now.
+        """
         live = conversation.live
-        if live is None:
+        if live is None or (placed := conversation.placement(answer)).first < conversation.stored_turns:
             return
-        placed = conversation.placement(answer)
         live_answer = LiveAnswer(
             session=live,
             first=placed.first,
@@ -171,11 +187,41 @@ class LiveRecorder:
             async with asyncio.timeout(KEEP_S):
                 await self._journal.keep(live_answer)
         except (TimeoutError, InfrastructureError):
-            if conversation.live is not None:
-                self.unkept += 1
-                self._end(conversation)
+            self._give_up(conversation)
+        except Exception:
+            self._give_up(conversation)
+            raise
+        else:
+            conversation.stored_turns = placed.first + len(placed.turns)
+
+    def _give_up(self, conversation: Conversation) -> None:
+        """End a session of which an answer was not stored: later ones continue it."""
+        if conversation.live is not None:
+            self.unkept += 1
+            self._end(conversation)
+
+    async def _withdraw(self, conversation: Conversation) -> None:
+        """Delete the live session that records a conversation, or has recorded it."""
+        live, conversation.live = conversation.live, None  # first, so that no answer on its way is stored afterwards
+        try:
+            async with asyncio.timeout(KEEP_S):
+                await self._journal.withdraw(conversation.stored_as)
+        except (TimeoutError, InfrastructureError) as error:
+            conversation.live = live
+            message = "what is stored of this session cannot be deleted now: send the call again"
+            raise ApiError(503, "feedback_unavailable", message) from error
+        conversation.stored_as = ""
+
+    async def _withdraw_earlier(self, owner: str, name: str, user: str) -> None:
+        """Delete what is stored of the session of this name that this gateway does not know, or no longer."""
+        try:
+            async with asyncio.timeout(KEEP_S):
+                await self._journal.withdraw_named(owner, name, user)
+        except (TimeoutError, InfrastructureError) as error:
+            # Most such sessions were never recorded, so their users are served; the journal goes on trying.
+            logger.warning("session %r of key %s: consent is withdrawn, and not stored yet: %s", name, owner, error)
 
     def _end(self, conversation: Conversation) -> None:
-        if conversation.live is not None:
-            self._journal.end(conversation.live.session_id)
-            conversation.live = None
+        live, conversation.live = conversation.live, None
+        if live is not None:
+            self._journal.end(live.session_id)

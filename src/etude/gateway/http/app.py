@@ -198,7 +198,7 @@ class Gateway:
         record.arrived = self._clock.now()
         parsed = api.parse(body)
         caller = self._caller(principal, request.headers, parsed.call)
-        self._admit_live(principal, request.headers, record, caller)
+        await self._admit_live(principal, request.headers, record, caller)
         record.own_deadline = DEADLINE in request.headers
         with self._inflight.call(), self._auth.sessions.queue_time(record.session_id).call():
             try:
@@ -306,7 +306,7 @@ class Gateway:
             arm=arm,
         )
 
-    def _admit_live(
+    async def _admit_live(
         self, principal: Principal, headers: Mapping[str, str], record: RequestRecord, caller: Caller
     ) -> None:
         """Decide whether a production session is recorded, from its user's consent."""
@@ -314,7 +314,7 @@ class Gateway:
             return
         conversation, key = principal.conversation, principal.key
         arm = "" if caller.arm is None else caller.arm.label
-        self._live.admit(conversation, self._live.call(headers), key.account, by_default=key.consent, arm=arm)
+        await self._live.admit(conversation, self._live.call(headers), key.account, by_default=key.consent, arm=arm)
         record.live_session = "" if conversation.live is None else conversation.live.session_id
 
     def _late(self, error: Exception, caller: Caller) -> Exception:

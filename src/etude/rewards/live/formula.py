@@ -59,9 +59,14 @@ class LiveScorer:
         """The sessions that models are fitted to: the last ``history`` ones."""
         return tuple(self._sessions)
 
+    def new_among(self, sessions: Iterable[ObservedSession]) -> list[ObservedSession]:
+        """The ``sessions`` that are not learnt from yet: after a crash, some are given again."""
+        learnt = {session.session_id for session in self._sessions}
+        return [session for session in sessions if session.session_id not in learnt]
+
     def score(self, sessions: Sequence[ObservedSession]) -> list[ScoredSession]:
         """Score the next sessions that ended."""
-        everything = [*self._sessions, *sessions]
+        everything = [*self._sessions, *self.new_among(sessions)]
         if not self._models or REFITS * (self._unfitted + len(sessions)) >= len(everything):
             self._models, self._unfitted = fit_answers(everything, self._config), -len(sessions)
         return [
@@ -72,8 +77,8 @@ class LiveScorer:
         ]
 
     def learn(self, sessions: Iterable[ObservedSession]) -> None:
-        """Use the sessions, once they are stored, for the models of later ones."""
-        for session in sessions:
+        """Use the sessions, once they are stored, for the models of later ones; each counts once."""
+        for session in self.new_among(sessions):
             self._sessions.append(session)
             self._unfitted += 1
             for part in self._estimated:
