@@ -77,9 +77,9 @@ fine
 """
 
 PROVIDERS: Mapping[str, Callable[[ImageStore], SandboxProvider]] = {
-    "ns": lambda store: NamespaceSandboxes(bases=store.bases),
-    "crun": lambda store: OciSandboxes(CRUN, bases=store.bases),
-    "gvisor": lambda store: OciSandboxes(bases=store.bases),
+    "ns": lambda store: NamespaceSandboxes(store=store),
+    "crun": lambda store: OciSandboxes(CRUN, store=store),
+    "gvisor": lambda store: OciSandboxes(store=store),
     "qemu": lambda store: QemuSandboxes(),
 }
 

@@ -4,18 +4,21 @@ POST   /sessions         admin key   → {"session_id", "api_key", "base_url", "
          {"min_version": n}: no older weights answer its calls
          {"fork_of": session_id}: a copy of another one, with its turns so far
 DELETE /sessions/{id}    admin key   → its turns as :mod:`etude.ledger.turns` writes them, application/octet-stream
+GET    base_url/queue_time   its key → counts as a use of the session
 
 A session is opened at the gateway that :class:`~etude.rollouts.gateway_table.GatewayTable` chooses, which alone has its
-turns: it is forked and closed there. This module owns the retries while a gateway restarts. Repeating a request is
-safe: a session whose opening answer was lost expires in the gateway, and a session that was closed but whose turns were
-lost in transit is lost.
+turns: it is forked and closed there. A gateway drops a session that nobody uses, because its rollouts process may have
+died; one that is alive keeps its own (:meth:`GatewaySessions.keep_alive`). This module owns the retries while a gateway
+restarts. Repeating a request is safe: a session whose opening answer was lost expires in the gateway, and a session
+that was closed but whose turns were lost in transit is lost.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
-from typing import NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import aiohttp
 import orjson
@@ -39,24 +42,44 @@ NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 """No timeout of aiohttp: this module sets the deadline."""
 ONE_OF_SEVERAL = aiohttp.ClientTimeout(total=10.0)
 """Timeout for opening a session: if one of several gateways hangs, another one is tried."""
+KEEP_ALIVE_S = 150.0
+"""Interval at which sessions are used to keep them: a gateway drops them after six, so several attempts may fail."""
+KEEP_ALIVE_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+"""Timeout of one such use."""
+KEPT_AT_ONCE = 64
+"""Maximum of such uses at a time in one gateway."""
+
+
+class _KeptSession(NamedTuple):
+    """A session and the gateway that has it."""
+
+    session: Session
+    gateway: str
 
 
 class GatewaySessions:
     """Opens and closes sessions of the gateways of ``table``; ``http`` belongs to the caller.
 
     ``timeout_s`` is the time limit while gateways are down or busy: longer than a restart, as otherwise each restart
-    would use up the attempts of every rollout that starts meanwhile.
+    would use up the attempts of every rollout that starts meanwhile. The caller runs :meth:`keep_alive`.
     """
 
     def __init__(
-        self, table: GatewayTable, admin_key: str, http: aiohttp.ClientSession, *, timeout_s: float = 30.0
+        self,
+        table: GatewayTable,
+        admin_key: str,
+        http: aiohttp.ClientSession,
+        *,
+        timeout_s: float = 30.0,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self._table = table
         self._headers = {"Authorization": f"Bearer {admin_key}"}
         self._http = http
         self._timeout_s = timeout_s
         self._open_timeout = ONE_OF_SEVERAL if len(table.urls) > 1 else NO_TIMEOUT
-        self._gateways: dict[str, str] = {}  # session → its gateway
+        self._keep_alive_s = keep_alive_s
+        self._opened: dict[str, _KeptSession] = {}  # by session id
 
     async def open(self, *, min_version: int | None = None) -> Session:
         """Start a session whose calls are not answered by weights older than ``min_version``.
@@ -113,21 +136,53 @@ class GatewaySessions:
         """Never returns: a gateway of this machine is restarted and still knows its sessions."""
         await never()
 
+    async def keep_alive(self) -> NoReturn:
+        """Use every session that stays open, forever, so that its gateway does not take it for abandoned: a rollout may
+        be longer in a command, in its grading or, a fork, in a queue, than a gateway keeps an unused session.
+
+        A session that is closed within one interval costs no request.
+        """
+        lasting: list[_KeptSession] = []
+        while True:
+            await asyncio.sleep(self._keep_alive_s)
+            by_gateway = defaultdict[str, list[Session]](list)
+            for opened in lasting:
+                if opened.session.session_id in self._opened:
+                    by_gateway[opened.gateway].append(opened.session)
+            await asyncio.gather(*map(self._use_all, by_gateway.values()))
+            lasting = list(self._opened.values())
+
+    async def _use_all(self, sessions: Sequence[Session]) -> None:
+        """Use the sessions of one gateway; one that is silent is left alone until the next time."""
+        for first in range(0, len(sessions), KEPT_AT_ONCE):
+            answered = await asyncio.gather(*map(self._use, sessions[first : first + KEPT_AT_ONCE]))
+            if not any(answered):
+                return
+
+    async def _use(self, session: Session) -> bool:
+        """Use a session; return whether its gateway answered. A session that is lost is noticed when it is closed."""
+        url, headers = f"{session.base_url}/queue_time", {"Authorization": f"Bearer {session.api_key}"}
+        with suppress(aiohttp.ClientError, OSError):
+            async with self._http.get(url, headers=headers, timeout=KEEP_ALIVE_TIMEOUT):
+                return True
+        return False
+
     def _session(self, gateway: str, fields: Mapping[str, str]) -> Session:
         session_id = fields["session_id"]
-        self._gateways[session_id] = gateway
+        session = Session(session_id=session_id, base_url=gateway + fields["base_url"], api_key=fields["api_key"])
+        self._opened[session_id] = _KeptSession(session, gateway)
         self._table.opened(gateway)
-        return Session(session_id=session_id, base_url=gateway + fields["base_url"], api_key=fields["api_key"])
+        return session
 
     def _home(self, session_id: str) -> Callable[[], str]:
         """The gateway that has a session; for an unknown session, any gateway, which does not know it either."""
-        gateway = self._gateways.get(session_id)
-        return lambda: gateway or self._table.choose()
+        opened = self._opened.get(session_id)
+        return self._table.choose if opened is None else lambda: opened.gateway
 
     def _forget(self, session_id: str) -> None:
-        gateway = self._gateways.pop(session_id, None)
-        if gateway is not None:
-            self._table.closed(gateway)
+        opened = self._opened.pop(session_id, None)
+        if opened is not None:
+            self._table.closed(opened.gateway)
 
     async def _call(
         self,

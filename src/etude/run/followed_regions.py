@@ -13,12 +13,13 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import final
 
 import aiohttp
 
+from etude.aio import background_task
 from etude.clock import SystemClock
 from etude.config.recipe import RunConfig
 from etude.errors import EngineUnavailable, InfrastructureError
@@ -162,7 +163,10 @@ async def open_regions(
     sessions = RegionalSessions(Regions(openers), openers, SystemClock(), events)
     served = ServedRegions(sessions, followed, http, config)
     try:
-        yield sessions, served
+        async with AsyncExitStack() as stack:
+            for opener in openers.values():
+                await stack.enter_async_context(background_task(opener.keep_alive()))
+            yield sessions, served
     finally:
         served.close()
         sessions.write_events()

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import aiohttp
 
+from etude.aio import background_task
 from etude.clock import SystemClock
 from etude.config.recipe import RunConfig
 from etude.gateway.http.app import http_server
@@ -105,8 +106,10 @@ async def play(stage: Stage, task: Task, *, temperature: float, tell: OnCompleti
         server = http_server(parts.gateway.handle)
         url = f"http://{HOST}:{await stack.enter_async_context(listening(server, 0))}"
         sandboxes, grader, harness = await open_stage(stack, config, http, folder=stage.folder, gateway_urls=[url])
+        sessions = GatewaySessions(GatewayTable([url]), secret, http)
+        await stack.enter_async_context(background_task(sessions.keep_alive()))
         context = RolloutContext(
-            sessions=GatewaySessions(GatewayTable([url]), secret, http),
+            sessions=sessions,
             sandboxes=sandboxes,
             harness=harness,
             grader=grader,

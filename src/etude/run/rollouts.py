@@ -425,7 +425,8 @@ async def _open_sessions(
     served = ServedVersion(gateways, http, outage_s=config.rollouts.outage_s)
     try:
         sessions = GatewaySessions(gateways, folder.key(KeyRole.ADMIN), http)
-        yield _Sessions(opener=sessions, served=served, urls=gateways.urls)
+        async with background_task(sessions.keep_alive()):
+            yield _Sessions(opener=sessions, served=served, urls=gateways.urls)
     finally:
         served.close()
 

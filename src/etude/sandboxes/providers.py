@@ -40,12 +40,12 @@ def open_local(options: LocalOptions, context: ProviderContext) -> SandboxProvid
 
 def open_namespaces(options: Section, context: ProviderContext) -> SandboxProvider:
     """Sandboxes of Linux namespaces."""
-    return NamespaceSandboxes(bases=context.store.bases)
+    return NamespaceSandboxes(store=context.store)
 
 
 def open_oci(options: Section, context: ProviderContext) -> SandboxProvider:
     """Containers of the OCI runtime named by the kind."""
-    return OciSandboxes(RUNTIMES[context.kind], bases=context.store.bases)
+    return OciSandboxes(RUNTIMES[context.kind], store=context.store)
 
 
 def open_qemu(options: Section, context: ProviderContext) -> SandboxProvider:

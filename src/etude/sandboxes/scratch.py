@@ -84,8 +84,8 @@ def _remove_if_dead(path: Path) -> None:
         if os.fstat(lock).st_uid == os.geteuid():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_tree(path)
-    except BlockingIOError:
-        pass  # alive
+    except OSError:
+        pass  # its owner is alive, or removes it now, or another process does
     finally:
         os.close(lock)
 

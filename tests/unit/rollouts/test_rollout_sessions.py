@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -12,12 +13,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from etude.aio import background_task
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
+from etude.gateway.capture.sessions import DEFAULT_LIMITS
 from etude.ledger.turns import encode_turns
 from etude.rollouts.gateway_table import GatewayTable
-from etude.rollouts.sessions import GatewaySessions
+from etude.rollouts.sessions import KEEP_ALIVE_S, GatewaySessions
 from etude.types import Finish, PayloadRef, Turn
-from waiting import WAIT_S
+from gateways import ADMIN_KEY, Setting, fake_engine, gateway
+from waiting import WAIT_S, until
 
 Answer = TypeVar("Answer")
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -273,3 +277,38 @@ def test_a_gateway_that_is_down_gets_no_sessions_until_it_answers() -> None:
             assert gateways.opened == [3, 3]
 
     asyncio.run(run())
+
+
+def test_a_session_outlives_any_grading_but_not_its_rollouts_process() -> None:
+    used = list[str]()
+
+    async def note(*args: object) -> None:
+        params = args[2]
+        assert isinstance(params, aiohttp.TraceRequestEndParams)
+        if params.method == "GET":
+            used.append(params.url.path)
+
+    async def run() -> None:
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_end.append(note)
+        async with gateway(Setting(fake_engine())) as caller, aiohttp.ClientSession(trace_configs=[tracing]) as http:
+            sessions = GatewaySessions(GatewayTable([caller.url]), ADMIN_KEY, http, keep_alive_s=0.01)
+            graded = await sessions.open()
+            waiting, _ = await sessions.fork(graded.session_id)
+            abandoned, _ = await caller.open_session()
+            idle_since = time.monotonic()
+            async with background_task(sessions.keep_alive()):
+                await until(lambda: len(set(used)) == 2)
+                await sessions.discard(waiting.session_id)
+                before = len(used)
+                await until(lambda: len(used) >= before + 5)  # the closed one's last use may be among them
+                assert set(used[before + 2 :]) == {f"/s/{graded.session_id}/v1/queue_time"}
+            expired = caller.parts.sessions.expire(idle_since + DEFAULT_LIMITS.idle_s)
+            assert expired == (abandoned,)
+            assert await sessions.close(graded.session_id) == ()
+
+    asyncio.run(run())
+
+
+def test_sessions_are_kept_even_if_several_attempts_fail() -> None:
+    assert DEFAULT_LIMITS.idle_s >= 6 * KEEP_ALIVE_S  # the first attempt comes in the second interval

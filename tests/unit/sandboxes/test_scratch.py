@@ -1,5 +1,6 @@
 """Directories of dead providers go, those of living ones stay."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -26,6 +27,23 @@ def test_what_a_killed_provider_left_is_swept(tmp_path: Path) -> None:
     for scratch in (alive, newest):
         scratch.close()
     assert list(tmp_path.iterdir()) == [bystander]
+
+
+def test_a_directory_that_its_owner_removes_during_the_sweep_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending, lock = [Scratch.open(tmp_path)], fcntl.flock
+
+    def after_its_end(descriptor: int, operation: int) -> None:
+        if ending and operation & fcntl.LOCK_NB and os.path.samestat(os.fstat(descriptor), ending[0].path.stat()):
+            ending.pop().close()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", after_its_end)
+    newest = Scratch.open(tmp_path)
+    assert list(tmp_path.iterdir()) == [newest.path]
+    assert not ending
+    newest.close()
 
 
 def test_a_scratch_that_is_not_there_is_named(tmp_path: Path) -> None:

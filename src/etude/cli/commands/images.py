@@ -67,7 +67,7 @@ def list_images() -> None:
 
 @app.command("rm")
 def remove(name: str) -> None:
-    """Remove a base system or an image, and the layers that nothing else uses."""
+    """Remove a base system or an image, and the layers that nothing else uses, while no run has the images open."""
     from etude.cli.console import OUT
     from etude.sandboxes.images.debian import remove_base
     from etude.sandboxes.images.store import ImageStore
@@ -75,6 +75,7 @@ def remove(name: str) -> None:
     store = ImageStore()
     if name in store.bases:
         remove_base(store, name)
+        layers = store.collect()
     else:
-        store.remove(name)
-    OUT.out(f"removed {name}, and {store.collect()} layers")
+        layers = store.remove(name)
+    OUT.out(f"removed {name}, and {layers} layers")

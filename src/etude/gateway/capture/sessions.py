@@ -85,8 +85,8 @@ class SessionLimits:
     """Tokens per session."""
     idle_s: float = 900.0
     """A session is dropped this long after its last call began; otherwise a killed rollouts process would leave its
-    sessions here for ever. The longest gap in a rollout is one answer, which may take an engine 10 minutes, and one
-    command.
+    sessions here for ever. A living one uses those that stay open several times as often
+    (:mod:`etude.rollouts.sessions`). One answer may take an engine 10 minutes.
     """
 
     def of(self, traffic: TrafficClass) -> int:

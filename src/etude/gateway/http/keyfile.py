@@ -68,26 +68,14 @@ class KeyFile:
     def __init__(self, path: Path, now: float) -> None:
         self.path = path
         self._unix_ahead_s = unix_s() - now
-        self._seen: tuple[int, ...] | None = None
+        self._seen: tuple[int, ...] | None = None  # by refresh alone: a change that no ring got must not pass for known
 
     def load(self) -> tuple[Key, ...]:
         """The keys of the file. Raises ``ConfigError`` if it is unreadable, ``DamagedError`` for an invalid format."""
-        try:
-            with self.path.open("rb") as file:
-                self._seen = _identity(os.fstat(file.fileno()))
-                data = file.read()
-        except OSError as error:
-            self._seen = UNREADABLE
-            raise ConfigError(
-                f"keys cannot be read from {self.path}: {error.strerror}; `etude keys add {self.path}` makes the file"
-            ) from error
-        try:
-            return self._decode(data)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise DamagedError(f"{self.path} is not a file of keys: {error}; restore it from a copy") from error
+        return self._decode(self._read()[1])
 
     def refresh(self, ring: Keyring, now: float) -> bool:
-        """Load the file's keys into ``ring`` if the file changed since it was last read; return whether it did.
+        """Load the file's keys into ``ring`` if the file changed since the last call; return whether it did.
 
         Raises like :meth:`load`, once per change; the ring then stays as it is.
         """
@@ -97,9 +85,10 @@ class KeyFile:
             identity = UNREADABLE
         if identity == self._seen:
             return False
-        keys = self.load()
+        self._seen = UNREADABLE
+        self._seen, data = self._read()
         try:
-            ring.replace(keys, now)
+            ring.replace(self._decode(data), now)
         except ValueError as error:
             raise DamagedError(f"{self.path}: {error}") from error
         return True
@@ -181,11 +170,25 @@ class KeyFile:
         }
         return record | ({"opener": key.opener} if key.opener else {}) | ({"consent": True} if key.consent else {})
 
+    def _read(self) -> tuple[tuple[int, ...], bytes]:
+        """The identity and the content of the file. Raises ``ConfigError``."""
+        try:
+            with self.path.open("rb") as file:
+                return _identity(os.fstat(file.fileno())), file.read()
+        except OSError as error:
+            raise ConfigError(
+                f"keys cannot be read from {self.path}: {error.strerror}; `etude keys add {self.path}` makes the file"
+            ) from error
+
     def _decode(self, data: bytes) -> tuple[Key, ...]:
-        keys = tuple(self._key(record) for record in _Filed.model_validate_json(data).keys)
-        ids, digests = {key.key_id for key in keys}, {key.digest for key in keys}
-        if len(ids) < len(keys) or len(digests) < len(keys):
-            raise ValueError("two keys have the same id or digest")
+        """The keys in the content of the file. Raises ``DamagedError``."""
+        try:
+            keys = tuple(self._key(record) for record in _Filed.model_validate_json(data).keys)
+            ids, digests = {key.key_id for key in keys}, {key.digest for key in keys}
+            if len(ids) < len(keys) or len(digests) < len(keys):
+                raise ValueError("two keys have the same id or digest")
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise DamagedError(f"{self.path} is not a file of keys: {error}; restore it from a copy") from error
         return keys
 
     def _key(self, filed: _FiledKey) -> Key:

@@ -132,10 +132,11 @@ def open_base(store: ImageStore, name: str = "debian") -> Base:
 def build_base(store: ImageStore, recipe: BaseRecipe | None = None, progress: Progress = print) -> Base:
     """Build a base system, or open it if it was built from the same recipe; takes about two minutes and 600 MB.
 
-    Raises :class:`~etude.errors.ConfigError` if a tool is missing, :class:`~etude.errors.SandboxError` with the end
-    of the log if the build fails.
+    Raises :class:`~etude.errors.ConfigError` if a tool is missing or the base system to be replaced may be in use,
+    :class:`~etude.errors.SandboxError` with the end of the log if the build fails.
     """
     recipe = recipe or BaseRecipe()
+    place = store.folder / "bases" / recipe.name
     with _only_builder(store, recipe.name, progress):
         try:
             base = open_base(store, recipe.name)
@@ -144,20 +145,25 @@ def build_base(store: ImageStore, recipe: BaseRecipe | None = None, progress: Pr
         else:
             if base.digest == recipe.digest:
                 return base
-            progress(f"{recipe.name}: its recipe has changed, building it again")
+            with store.alone():  # refused now rather than after the build
+                progress(f"{recipe.name}: its recipe has changed, building it again")
         with store.incoming() as folder:
             _build(recipe, folder, progress)
-            place = store.folder / "bases" / recipe.name
             if place.exists():
-                place.rename(folder / "replaced")
-            settle(folder / "base", place)
+                with store.alone():
+                    place.rename(folder / "replaced")
+                    settle(folder / "base", place)
+            else:
+                settle(folder / "base", place)
         return open_base(store, recipe.name)
 
 
 def remove_base(store: ImageStore, name: str) -> None:
-    """Remove a base system. Raises :class:`~etude.errors.ConfigError` if there is none of that name."""
+    """Remove a base system. Raises :class:`~etude.errors.ConfigError` if there is none of that name, or if it may be in
+    use.
+    """
     base = open_base(store, name)
-    with store.incoming() as folder:
+    with store.incoming() as folder, store.alone():
         base.folder.rename(folder / "removed")
 
 

@@ -3,7 +3,6 @@
 Owns how they are made and named; :mod:`etude.sandboxes.images.store` owns their folder and removes unused ones.
 """
 
-import hashlib
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from etude.errors import SandboxError
 from etude.sandboxes.images.layers import AGENT, OWNED, digest_tree, entries
-from etude.sandboxes.images.store import DIGEST, ImageStore, settle
+from etude.sandboxes.images.store import DIGEST, ImageStore, merged_digest, settle
 
 DISK_TIMEOUT_S = 1800.0
 """Timeout of ``mksquashfs`` for one layer."""
@@ -46,8 +45,7 @@ def merged_disk(store: ImageStore, layers: Sequence[Path]) -> Path:
 
     Raises :class:`~etude.errors.SandboxError` if it cannot be made.
     """
-    digest = hashlib.sha256("".join(layer.name for layer in layers).encode()).hexdigest()
-    disk = store.folder / "disks" / f"{digest}.squashfs"
+    disk = store.folder / "disks" / f"{merged_digest([layer.name for layer in layers])}.squashfs"
     if not disk.exists():
         with store.incoming() as folder:
             (folder / "merged").mkdir()

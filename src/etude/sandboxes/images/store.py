@@ -12,14 +12,17 @@
 Files in a layer keep their owner and mode, so a set-uid file of root would give root's rights to any user who runs it:
 only the store's owner can enter the parent folders.
 
-Everything under a digest is written once and never changed, so readers need no lock, and an interrupted writer leaves
-only a folder in ``incoming``, which the next writer removes. Owns the folder; not its use by sandboxes.
+Everything under a digest is written once and never changed, and an interrupted writer leaves only a folder in
+``incoming``, which the next writer removes. An open store holds a shared lock of the folder, from before a writer's
+first layer until sandboxes need none: only who has the store alone (:meth:`ImageStore.alone`) removes something. Owns
+the folder; not its use by sandboxes.
 """
 
 import fcntl
 import hashlib
 import os
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +58,9 @@ class StoredImage:
 
 
 class ImageStore:
-    """Layers and images in one folder; any number of processes may use it concurrently."""
+    """Layers and images in one folder; any number of processes may use it concurrently. Nothing is removed from it by
+    others while this object exists.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         """``folder`` is created if missing; the default is :func:`default_folder`.
@@ -69,6 +74,9 @@ class ImageStore:
             (self.folder / name).mkdir(mode=0o700, exist_ok=True)
             _close_to_others(self.folder / name)
         (self.folder / "bases" / SCRATCH / "root").mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._lock)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # whoever has it alone moves a few folders, then lets go
 
     @property
     def bases(self) -> Mapping[str, Path]:
@@ -200,34 +208,59 @@ class ImageStore:
             if layer.name not in digests:
                 raise DamagedError(f"layer {layer.name} of image {image.digest or image} was changed: build it again")
 
-    def remove(self, reference: str) -> None:
-        """Remove an image and its names; :meth:`collect` then frees its layers. Same errors as :meth:`open`."""
-        digest = self._resolve(reference)
-        file = self.folder / "images" / f"{digest}.json"
-        if not file.exists():
-            raise ConfigError(f"image {reference!r} is not in {self.folder}")
-        for name in (self.folder / "names").iterdir():
-            if name.read_text(encoding="utf-8") == digest:
-                name.unlink()
-        file.unlink()
+    def remove(self, reference: str) -> int:
+        """Remove an image and its names, and :meth:`collect`. Same errors as :meth:`open` and :meth:`alone`."""
+        with self.incoming() as folder, self.alone():
+            digest = self._resolve(reference)
+            file = self.folder / "images" / f"{digest}.json"
+            if not file.exists():
+                raise ConfigError(f"image {reference!r} is not in {self.folder}")
+            for name in (self.folder / "names").iterdir():
+                if name.read_text(encoding="utf-8") == digest:
+                    name.unlink()
+            file.unlink()
+            return self._move_unused(folder)
 
     def collect(self) -> int:
-        """Remove layers that no image uses, and disks of removed layers; return the number of layers.
-
-        No process may add images or use disks meanwhile.
+        """Remove layers that no image uses, and disks of removed layers; return the number of layers. Raises like
+        :meth:`alone`.
         """
-        images = [orjson.loads(file.read_bytes()) for file in (self.folder / "images").glob("*.json")]
-        used = {digest for image in images for digest in image["layers"]}
+        with self.incoming() as folder, self.alone():
+            return self._move_unused(folder)
+
+    def _move_unused(self, folder: Path) -> int:
+        """Move unused layers into ``folder``, to be removed when others may use the store again."""
+        images = [orjson.loads(file.read_bytes())["layers"] for file in (self.folder / "images").glob("*.json")]
+        used = {digest for layers in images for digest in layers}
+        merged = {merged_digest(layers[:count]) for layers in images for count in range(2, len(layers) + 1)}
         unused = [layer for layer in (self.folder / "layers").iterdir() if layer.name not in used]
         for layer in unused:
-            remove_tree(layer)
+            layer.rename(folder / layer.name)
         for disk in (self.folder / "disks").glob("*.squashfs"):
-            if disk.stem not in used:
+            if disk.stem not in used | merged:
                 disk.unlink()
         for note in (self.folder / "blobs").iterdir():
             if note.read_text(encoding="ascii") not in used:
                 note.unlink()
         return len(unused)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A moment in which nothing else has the store open, so that parts of it can be removed or replaced.
+
+        Raises :class:`~etude.errors.ConfigError`, without waiting, if a run or another command has it open.
+        """
+        try:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"{self.folder} is in use: a run's sandboxes or another command may need what would be removed "
+                    "from it; try again when they have ended"
+                ) from None
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)  # a refused change of a lock has released it
 
     @contextmanager
     def incoming(self) -> Iterator[Path]:
@@ -294,6 +327,11 @@ class ImageStore:
 
 def _checks(stored: Mapping[str, Any]) -> tuple[Healthcheck, ...]:
     return tuple(Healthcheck(**{**check, "argv": tuple(check["argv"])}) for check in stored.get("healthchecks", ()))
+
+
+def merged_digest(layers: Sequence[str]) -> str:
+    """The name of the disk that merges these layers, lowest first."""
+    return hashlib.sha256("".join(layers).encode()).hexdigest()
 
 
 def default_folder() -> Path:

@@ -39,6 +39,7 @@ from etude.sandboxes.entrypoint import services_started, started
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.images.layers import remove_tree
 from etude.sandboxes.images.machine_base import machine_folders, write_skeleton
+from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.lifecycle import all_or_none, close_all
 from etude.sandboxes.ns import wire
 from etude.sandboxes.ns.cgroups import MEMORY
@@ -67,14 +68,14 @@ class NamespaceSandboxes:
         self,
         *,
         scratch: Path | None = None,
-        bases: Mapping[str, Path] | None = None,
+        store: ImageStore | None = None,
     ) -> None:
         """``scratch`` is the parent of the provider's folder (default: the temporary directory), which holds snapshots;
-        ``bases`` are the root folders of stored base systems, such as
-        :attr:`~etude.sandboxes.images.store.ImageStore.bases`.
+        ``store`` has the base systems, and is kept open until the provider is closed.
         """
         self._parent = scratch or Path(tempfile.gettempdir())
-        self._bases = dict(bases or {})
+        self._store = store
+        self._bases: Mapping[str, Path] = {} if store is None else store.bases
         self._scratch: Scratch | None = None
         self._home: NamespaceSandboxHooks | None = None
         self._proven: frozenset[Capability] | None = None
@@ -137,6 +138,7 @@ class NamespaceSandboxes:
             if self._scratch is not None:
                 await asyncio.to_thread(self._scratch.close)
                 self._scratch = None
+            self._store = None
 
     async def _open(self) -> NamespaceSandboxHooks:
         async with self._opening:

@@ -33,6 +33,7 @@ from etude.sandboxes.capabilities import check_sources, check_spec
 from etude.sandboxes.entrypoint import services_started, started
 from etude.sandboxes.images.layers import copy_tree, first_link, give_away, remove_tree
 from etude.sandboxes.images.machine_base import machine_folders, write_skeleton
+from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.lifecycle import close_all
 from etude.sandboxes.oci.bundle import RootOverlay, bundle, overlays, root_script, stage_script
 from etude.sandboxes.oci.namespaces import NamespaceHolder, run_program
@@ -54,10 +55,10 @@ class OciSandboxes:
         runtime: OciRuntime = GVISOR,
         *,
         scratch: Path | None = None,
-        bases: Mapping[str, Path] | None = None,
+        store: ImageStore | None = None,
     ) -> None:
         """``scratch`` is the parent of the provider's folder, which has the snapshots (default: the temporary
-        directory); ``bases`` are the root folders of stored base systems.
+        directory); ``store`` has the base systems, and is kept open until the provider is closed.
 
         Raises :class:`~etude.errors.ConfigError` if the runtime is not installed.
         """
@@ -69,7 +70,8 @@ class OciSandboxes:
         self._runtime = runtime
         self._command = (program, *runtime.flags)
         self._parent = scratch or Path(tempfile.gettempdir())
-        self._bases = dict(bases or {})
+        self._store = store
+        self._bases: Mapping[str, Path] = {} if store is None else store.bases
         self._scratch: Scratch | None = None
         self._proven: frozenset[Capability] | None = None
         self._failure: SandboxError | None = None
@@ -110,6 +112,7 @@ class OciSandboxes:
         if self._scratch is not None:
             scratch, self._scratch = self._scratch, None
             await asyncio.to_thread(scratch.close)
+        self._store = None
         if failures:
             raise failures[0]
 

@@ -163,6 +163,21 @@ def test_a_ring_follows_the_file(tmp_path: Path) -> None:
     assert ring.authenticate(SECRET, now=0.0) is None
 
 
+def test_a_refused_change_does_not_hide_what_another_process_revoked(tmp_path: Path) -> None:
+    ours, theirs = KeyFile(tmp_path / "keys.json", now=0.0), KeyFile(tmp_path / "keys.json", now=0.0)
+    ring = Keyring()
+    theirs.add(KEY)
+    ours.refresh(ring, now=0.0)
+    theirs.revoke("k1")
+    with pytest.raises(ValueError, match="has no key 'k1'"):
+        ours.add(Key(key_id="f", digest=digest_of("f"), scope=Scope.FEEDBACK, opener="k1"))
+    with pytest.raises(ValueError, match="has no key 'k1'"):
+        ours.revoke("k1")
+    ours.load()
+    assert ours.refresh(ring, now=0.0)
+    assert ring.authenticate(SECRET, now=0.0) is None
+
+
 def test_a_ring_keeps_what_it_has_when_the_file_is_damaged_or_gone(tmp_path: Path) -> None:
     file, ring = KeyFile(tmp_path / "keys.json", now=0.0), Keyring()
     file.add(KEY)

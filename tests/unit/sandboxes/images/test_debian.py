@@ -1,5 +1,8 @@
 """Base systems: their recipes and stored form; the build itself takes minutes and is tested by booting it."""
 
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -8,6 +11,9 @@ import pytest
 from etude.errors import ConfigError
 from etude.sandboxes.images.debian import BaseRecipe, build_base, open_base, remove_base
 from etude.sandboxes.images.store import ImageStore
+from etude.sandboxes.ns.provider import NamespaceSandboxes
+from etude.sandboxes.oci.provider import OciSandboxes
+from etude.sandboxes.oci.runtimes import GVISOR
 
 
 def stored(store: ImageStore, recipe: BaseRecipe) -> Path:
@@ -43,6 +49,27 @@ def test_a_stored_base_is_opened_and_not_built_again(tmp_path: Path) -> None:
     base = build_base(store, progress=output.append)
     assert (base.folder, base.packages, output) == (folder, ("python3=3.11.2",), [])
     assert store.bases["debian"] == folder / "root"
+    remove_base(store, "debian")
+    assert "debian" not in store.bases
+
+
+PROVIDERS: Mapping[str, Callable[[ImageStore], NamespaceSandboxes | OciSandboxes]] = {
+    "ns": lambda store: NamespaceSandboxes(store=store),
+    "oci": lambda store: OciSandboxes(replace(GVISOR, program="true"), store=store),
+}
+
+
+@pytest.mark.parametrize("kind", PROVIDERS)
+def test_a_base_is_neither_replaced_nor_removed_while_a_provider_may_use_it(kind: str, tmp_path: Path) -> None:
+    store, output = ImageStore(tmp_path / "store"), list[str]()
+    folder = stored(store, BaseRecipe())
+    provider = PROVIDERS[kind](ImageStore(store.folder))
+    with pytest.raises(ConfigError, match=r"is in use: a run's sandboxes .* try again"):
+        build_base(store, BaseRecipe(packages=("gcc",)), output.append)
+    with pytest.raises(ConfigError, match="is in use"):
+        remove_base(store, "debian")
+    assert folder.is_dir() and output == []
+    asyncio.run(provider.close())
     remove_base(store, "debian")
     assert "debian" not in store.bases
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, DamagedError
-from etude.sandboxes.images.disks import disk_image
+from etude.sandboxes.images.disks import disk_image, merged_disk
 from etude.sandboxes.images.layers import AGENT, digest_tree, entries
-from etude.sandboxes.images.store import ImageStore, default_folder
+from etude.sandboxes.images.store import ImageStore, default_folder, merged_digest
 
 NAMES = st.text("abc.é ", min_size=1, max_size=4).filter(lambda name: name not in {".", ".."})
 FILES = st.dictionaries(NAMES, st.binary(max_size=20), max_size=5)
@@ -152,11 +152,50 @@ def test_removed_images_free_their_layers(store: ImageStore, tmp_path: Path) -> 
     layer = store.add_layer(plant(tmp_path / "tree"))
     store.add([layer], name="mine")
     assert store.collect() == 0
-    store.remove("mine")
-    assert store.collect() == 1
+    assert store.remove("mine") == 1
     assert list((store.folder / "layers").iterdir()) == []
+    assert list((store.folder / "incoming").iterdir()) == []
     with pytest.raises(ConfigError, match="no image is called"):
         store.remove("mine")
+
+
+def test_nothing_is_removed_while_another_has_the_store_open(store: ImageStore, tmp_path: Path) -> None:
+    writer = ImageStore(store.folder)
+    layer = writer.add_layer(plant(tmp_path / "tree"))
+    for remove in (store.collect, lambda: store.remove("mine")):
+        with pytest.raises(ConfigError, match=r"is in use: .* try again"):
+            remove()
+        if not store.images:
+            writer.add([layer], name="mine")
+    with pytest.raises(ConfigError, match="is in use"):
+        ImageStore(store.folder).collect()  # a refused removal has left the store open here
+    assert store.open("mine").layers == (store.layer(layer),)
+    del writer
+    assert store.remove("mine") == 1
+
+
+def test_a_process_that_was_started_does_not_hold_the_store(tmp_path: Path) -> None:
+    store, other = ImageStore(tmp_path / "store"), ImageStore(tmp_path / "store")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, close_fds=False):
+        del other
+        assert store.collect() == 0
+
+
+def test_merged_disks_stay_as_long_as_their_layers(store: ImageStore, tmp_path: Path) -> None:
+    layers = []
+    for number in range(3):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}" / "file").write_text(str(number))
+        layers.append(store.add_layer(tmp_path / f"{number}"))
+    store.add(layers, name="all")
+    store.add(layers[:1], name="first")
+    lowest = store.folder / "disks" / f"{merged_digest(layers[:2])}.squashfs"
+    lowest.touch()
+    assert merged_disk(store, [store.layer(layer) for layer in layers[:2]]) == lowest
+    assert store.collect() == 0
+    assert lowest.exists()
+    assert store.remove("all") == 2
+    assert not lowest.exists()
 
 
 def test_what_a_dead_writer_left_is_swept(store: ImageStore, tmp_path: Path) -> None:
