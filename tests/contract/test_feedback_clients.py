@@ -1,16 +1,21 @@
 """Both feedback clients report to a real gateway, which joins their signals with the right session."""
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, Self
 
+import numpy as np
 import pytest
 
 import etude
@@ -27,6 +32,22 @@ from waiting import WAIT_S
 CLIENT = Path(__file__).resolve().parents[2] / "clients" / "typescript"
 WINDOW_S = 3600.0
 SESSIONS = ("python", "typescript")
+CUT = 203
+"""Status of an answer that ends before its announced length."""
+FORKED = """
+import os
+import etude
+client = etude.FeedbackClient("http://127.0.0.1:9", "key")
+child = os.fork()
+if child == 0:
+    try:
+        client.report("kept", session="s")
+    except etude.EtudeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+"""A program in which a client's thread is gone: threads do not survive a fork."""
 
 
 @dataclass(frozen=True)
@@ -85,35 +106,120 @@ def test_python(product: Product) -> None:
     assert sorted(product.signals("python")) == [("edited", 0.25, 0), ("tests", 0.5, None)]
 
 
+class Answers:
+    """A gateway that answers each POST with the next of some (status, body), and then with the last one."""
+
+    def __init__(self, *answers: tuple[int, str]) -> None:
+        self.bodies: list[bytes] = []
+        bodies = self.bodies
+
+        class Answerer(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+                status, text = answers[min(len(bodies), len(answers)) - 1]
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text) + (status == CUT)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *arguments: object) -> None:
+                """Log nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Answerer)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def events(self) -> list[list[str]]:
+        """The ids of each request's events."""
+        return [[one["event_id"] for one in json.loads(body)] for body in self.bodies]
+
+
+def accepted(*names: str) -> tuple[int, str]:
+    return 200, json.dumps({"results": [{"event_id": name, "result": "accepted"} for name in names]})
+
+
 def test_a_gateway_that_comes_back_gets_each_event_once_and_the_buffer_is_bounded() -> None:
-    bodies: list[bytes] = []
-
-    class Away(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(503 if len(bodies) == 1 else 401)
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            """Log nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Away)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    with etude.FeedbackClient(
-        f"http://127.0.0.1:{server.server_port}", "key", max_buffered=3, interval_s=0.2
-    ) as client:
+    with (
+        Answers((503, ""), (401, "")) as away,
+        etude.FeedbackClient(away.url, "key", max_buffered=3, interval_s=0.2) as client,
+    ):
         for index in range(5):
             client.report("kept", session="s", event_id=str(index))
         assert client.flush(WAIT_S)
-    server.shutdown()
-    server.server_close()
-    assert bodies[0] == bodies[1], "the same ids again"
+    assert away.bodies[0] == away.bodies[1], "the same ids again"
     assert client.counts == {"dropped": 2, "refused": 3}
     assert [(one.event_id, one.reason) for one in client.refused] == [(name, "HTTP 401: ") for name in "234"]
     with pytest.raises(ValueError, match="the client is closed"):
         client.report("kept", session="s")
     with pytest.raises(etude.ConfigError, match="expected http://HOST:PORT"):
         etude.FeedbackClient("gateway", "key")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("value", float("nan")), ("value", np.float32(0.5)), ("user", uuid.UUID(int=1))]
+)
+def test_a_value_that_json_cannot_express_is_refused_at_once_and_stops_nothing(field: str, value: object) -> None:
+    with Answers(accepted("good")) as gateway_, etude.FeedbackClient(gateway_.url, "key", interval_s=0.01) as client:
+        fields: dict[str, Any] = {"session": "s", field: value}
+        with pytest.raises(ValueError, match=rf"{field} = .* cannot be sent as JSON"):
+            client.report("edited", **fields)
+        client.report("edited", 0.5, session="s", event_id="good")
+        assert client.flush(WAIT_S)
+    assert client.counts == {"accepted": 1}
+
+
+@pytest.mark.parametrize(
+    "answer", [(CUT, '{"results": ['), (200, "[1]"), (200, '{"results": 3}'), (200, '{"results": [{}]}'), (200, "<p>")]
+)
+def test_a_wrong_or_cut_answer_is_logged_once_and_the_events_are_sent_again(
+    answer: tuple[int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        Answers(answer, answer, accepted("a")) as gateway_,
+        etude.FeedbackClient(gateway_.url, "key", interval_s=0.01) as client,
+    ):
+        client.report("kept", session="s", event_id="a")
+        assert client.flush(WAIT_S)
+    assert client.counts == {"accepted": 1}
+    assert gateway_.events == [["a"]] * 3
+    assert len([one for one in caplog.messages if "is tried until it answers" in one]) == 1
+
+
+def test_a_batch_refused_as_a_whole_is_divided_so_that_good_events_arrive(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        Answers((413, ""), (400, ""), (400, "bad"), accepted("b"), accepted("c", "d")) as gateway_,
+        etude.FeedbackClient(gateway_.url, "key", interval_s=60.0) as client,
+    ):
+        for name in "abcd":
+            client.report("kept", session="s", event_id=name)
+    assert gateway_.events == [["a", "b", "c", "d"], ["a", "b"], ["a"], ["b"], ["c", "d"]]
+    assert client.counts == {"accepted": 3, "refused": 1}
+    assert [(one.event_id, one.reason) for one in client.refused] == [("a", "HTTP 400: bad")]
+    assert any("refused event 'a': HTTP 400: bad" in one for one in caplog.messages)
+
+
+def test_dropped_events_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        Answers(accepted("c")) as gateway_,
+        etude.FeedbackClient(gateway_.url, "key", max_buffered=1, interval_s=60.0) as client,
+    ):
+        for name in "abc":
+            client.report("kept", session="s", event_id=name)
+    assert client.counts == {"dropped": 2, "accepted": 1}
+    assert len([one for one in caplog.messages if "more than 1 events wait" in one]) == 1
+
+
+def test_a_client_whose_thread_has_ended_raises_rather_than_queue() -> None:
+    forked = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True)
+    assert forked.stdout == "the client's thread has ended: make another client, after any os.fork()\n", forked.stderr
 
 
 @pytest.mark.heavy("Node.js, npm", missing=shutil.which("npm") is None)

@@ -20,6 +20,7 @@ from etude.telemetry.events import (
     AlertChanged,
     EngineStats,
     EvalDone,
+    EvalFailed,
     GatewayStats,
     GroupAdmitted,
     HeldoutLoss,
@@ -170,9 +171,9 @@ class RunMetrics:
         self.last_rollout: Timed[RolloutClosed] | None = None
         """The newest graded rollout, of any purpose."""
         self.last_failure: Timed[str] | None = None
-        """The newest reason of a failed rollout or sink."""
+        """The newest reason of a failed rollout, evaluation during RL, or sink."""
         self.errors = 0
-        """Number of rollouts that infrastructure failed, and of sink failures."""
+        """Number of rollouts that infrastructure failed, of failed evaluations during RL, and of sink failures."""
         self.stages: deque[Mapping[str, float]] = deque(maxlen=RECENT_ROLLOUTS)
         """Seconds by stage of the newest graded rollouts."""
         self.alerts: dict[str, Timed[AlertChanged]] = {}
@@ -244,6 +245,8 @@ class RunMetrics:
             case AlertChanged():
                 self.alerts.pop(event.alert, None)
                 self.alerts[event.alert] = Timed(at_s, event)
+            case EvalFailed():
+                self._fail(at_s, f"evaluation {event.label}: {event.reason}")
             case SinkFailed():
                 self._fail(at_s, f"{event.sink}: {event.reason}")
             case GroupAdmitted() | ModelCall():

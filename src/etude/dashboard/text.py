@@ -25,7 +25,7 @@ from etude.dashboard.formatting import (
 from etude.dashboard.heldout import RATES
 from etude.dashboard.learning import ends, shares
 from etude.dashboard.run_metrics import TRAIN, RunMetrics, Tally, total
-from etude.telemetry.events import AlertChanged, Logged, SinkFailed, StepDone
+from etude.telemetry.events import AlertChanged, EvalFailed, Logged, SinkFailed, StepDone
 from etude.telemetry.metrics import METRICS
 from etude.types import Json, RolloutStatus
 
@@ -193,6 +193,8 @@ def notice_line(logged: Logged) -> str:
     match logged.event:
         case AlertChanged() as alert if "log" in alert.to:
             return f"alert {alert.alert!r} {'fires' if alert.firing else 'is over'}: {alert.summary}"
+        case EvalFailed(label=label, reason=reason):
+            return f"evaluation {label} failed: {reason}; training continues"
         case SinkFailed() as failed:
             lost = f"; {count(failed.lost)} events lost" if failed.lost else ""
             return f"sink {failed.sink}: {failed.reason}{lost}; the run continues"

@@ -7,6 +7,7 @@ Each part records its progress in the ledger, so a restarted process continues w
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,14 @@ from typing import cast
 
 import aiohttp
 
-from etude.aio import background_task, gather_or_cancel
+from etude.aio import gather_or_cancel
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig, is_pass
 from etude.config.rollouts import HARNESSES, CommandOptions
 from etude.config.tasks import LocalOptions
 from etude.dashboard.calls import turn_shares
 from etude.dashboard.statistics import Estimate, mean_of
-from etude.errors import ConfigError, EngineUnavailable, UserError
+from etude.errors import ConfigError, EngineUnavailable, EtudeError, UserError
 from etude.fsync import write_whole
 from etude.harnesses.command import CommandHarness
 from etude.harnesses.completions import HarnessContext
@@ -73,7 +74,7 @@ from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.remote.hosts import FindHosts, SandboxLoad
 from etude.sockets import alert_connector
-from etude.telemetry.events import EvalDone, PhaseStarted
+from etude.telemetry.events import EvalDone, EvalFailed, PhaseStarted
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
 from etude.types import AnswerChecks, FunctionChecks, Group, NamedChecks, Split, Task
@@ -94,6 +95,8 @@ DRAWS = 2
 """Held-out tasks drawn per task needed: draws can repeat, and a small family has few tasks."""
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 """The two sampling modes of every evaluation."""
+
+logger = logging.getLogger(__name__)
 
 
 class ServedVersion:
@@ -332,14 +335,24 @@ async def _run(folder: RunFolder) -> None:
         await _evaluate_alone(parts, "before", version=0)
         if ledger.progress().steps_done < steps:
             parts.events.write(PhaseStarted(phase="rl"))
-            async with background_task(_evaluate_on_the_way(parts)) as evaluating:
-                await parts.dispatcher.train(steps, parts.config.live)
-                while ledger.progress().steps_done < steps:
-                    await asyncio.sleep(POLL_S)
-                await evaluating
+            await train_and_evaluate(parts)
         await parts.served.reach(steps)
         await _evaluate_alone(parts, "after", version=steps)
         parts.events.write(PhaseStarted(phase="done"))
+
+
+async def train_and_evaluate(parts: RolloutParts) -> None:
+    """Fill the remaining batches and evaluate on the way; what either raises ends both at once."""
+    await gather_or_cancel([_train(parts), evaluate_on_the_way(parts)])
+
+
+async def _train(parts: RolloutParts) -> None:
+    """Fill the remaining batches, and wait until the last version is served."""
+    steps = parts.config.trainer.steps
+    await parts.dispatcher.train(steps, parts.config.live)
+    while parts.ledger.progress().steps_done < steps:
+        await asyncio.sleep(POLL_S)
+    await parts.served.reach(steps)
 
 
 async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> None:
@@ -359,18 +372,25 @@ async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> N
     facts.set(fact, str(version))
 
 
-async def _evaluate_on_the_way(parts: RolloutParts) -> None:
+async def evaluate_on_the_way(parts: RolloutParts) -> None:
     """Evaluate at intervals of versions during training, with a few tasks each time.
 
-    Nothing waits for an evaluation. A late one is dropped for the next, so at most one runs at a time.
+    Nothing waits for an evaluation. A late one is dropped for the next, so at most one runs at a time. One that fails
+    is reported, and the next is made; an unexpected exception is raised.
     """
     steps, config = parts.config.trainer.steps, parts.config.eval
     for due in evaluations_due(steps, config):
-        await parts.served.reach(due)
-        version, label = parts.served(), f"step-{due}"
+        while (version := parts.served()) < due:  # training decides how long an outage may last
+            await parts.served.changed(version)
+        label = f"step-{due}"
         if version < min(due + config.every_steps, steps) and parts.ledger.facts.get(f"eval-{label}") is None:
-            await parts.evaluate(label, heldout_tasks(parts.family, TASKS_ON_THE_WAY), version=version)
-            parts.ledger.facts.set(f"eval-{label}", "done")
+            try:
+                await parts.evaluate(label, heldout_tasks(parts.family, TASKS_ON_THE_WAY), version=version)
+            except EtudeError as error:
+                logger.warning("evaluation %s failed, training continues: %s", label, error)
+                parts.events.write(EvalFailed(label=label, reason=f"{type(error).__name__}: {error}"))
+            else:
+                parts.ledger.facts.set(f"eval-{label}", "done")
 
 
 def evaluations_due(steps: int, config: EvalConfig) -> range:

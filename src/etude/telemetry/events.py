@@ -328,6 +328,15 @@ class EvalDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalFailed:
+    """An evaluation during RL gave no result; training and later evaluations continue."""
+
+    label: str
+    """``step-N``."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeAlarm:
     """The judge may no longer be the calibrated one."""
 
@@ -417,6 +426,7 @@ Event: TypeAlias = (
     | RolloutsStats
     | RolloutClosed
     | EvalDone
+    | EvalFailed
     | JudgeAlarm
     | Outage
     | RegionServed

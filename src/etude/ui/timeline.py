@@ -94,7 +94,7 @@ class Timeline:
 
     KINDS: ClassVar[frozenset[str]] = frozenset(
         {"RunStarted", "PhaseStarted", "ProcessStarted", "StepDone", "StepSaved", "WeightsPublished", "WeightsSwapped"}
-        | {"EngineStats", "GatewayStats", "RolloutClosed", "EvalDone", "Outage", "RegionServed"}
+        | {"EngineStats", "GatewayStats", "RolloutClosed", "EvalDone", "EvalFailed", "Outage", "RegionServed"}
     )
 
     def __init__(self) -> None:
@@ -150,6 +150,9 @@ class Timeline:
                 text = f"evaluated {fields['label']}: {100 * fields['sampled_pass']:.1f}% passed"
                 mark = Mark(at_s=at_s, kind="evaluated", text=text, lane=EVALUATIONS, number=fields["version"])
                 self.marks.append(mark)
+            case "EvalFailed":
+                text = f"evaluation {fields['label']} failed: {fields['reason']}"
+                self.marks.append(Mark(at_s=at_s, kind="outage", text=text, lane=EVALUATIONS))
             case "ProcessStarted" if fields["restarts"]:
                 self.marks.append(Mark(at_s=at_s, kind="restarted", text=f"{fields['process']} was restarted"))
             case "Outage" if fields["seconds"]:

@@ -1,36 +1,59 @@
 """Requirements that a run checks before its rollouts start, and what an external harness gets."""
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from etude.aio import background_task
 from etude.config.loading import default_recipe
 from etude.config.recipe import EvalConfig
 from etude.dashboard.statistics import mean_of
-from etude.errors import ConfigError
+from etude.errors import ConfigError, UserError
 from etude.ledger.ledger import Ledger
-from etude.rollouts.fake import FakeSandboxes
+from etude.protocols import Session
+from etude.rollouts.dispatcher import Dispatcher
+from etude.rollouts.fake import FakeSandboxes, RolloutFakes
 from etude.rollouts.gateway_table import GatewayTable
+from etude.rollouts.task_order import TaskOrder
+from etude.run.events import open_events
 from etude.run.folder import RunFolder
+from etude.run.process_name import ROLLOUTS
 from etude.run.rollouts import (
+    RolloutParts,
     ServedVersion,
     check_sandboxes,
+    evaluate_on_the_way,
     evaluation_done,
     evaluations_due,
     harness_mounts,
     heldout_tasks,
     lost_all,
+    train_and_evaluate,
     write_harness,
 )
 from etude.sandbox_spec import Capability
-from etude.types import AnswerChecks, Group, Split, Task, Turn
+from etude.telemetry.events import EvalDone, EvalFailed, Event
+from etude.telemetry.log import EventReader
+from etude.types import AnswerChecks, Finish, Group, Split, Task, Turn
 from ledgers import rollout, task
+from waiting import WAIT_S, until
+
+TURN = Turn(
+    prompt_ids=np.ones(2, np.int32),
+    completion_ids=np.ones(1, np.int32),
+    logprobs=-np.ones(1, np.float32),
+    versions=np.zeros(1, np.int32),
+    finish=Finish.STOP,
+)
+"""A turn of one sampled token."""
 
 
 def test_a_harness_gets_its_files_and_nothing_else_of_the_run(tmp_path: Path) -> None:
@@ -145,6 +168,96 @@ def test_rl_is_measured_on_the_way_between_its_ends() -> None:
     assert list(evaluations_due(5, EvalConfig(every_steps=10))) == []
     assert not evaluations_due(40, EvalConfig())
     assert not evaluations_due(40, EvalConfig(enabled=False, every_steps=10))
+
+
+@contextlib.asynccontextmanager
+async def rollout_parts(path: Path, play: Callable[[Task], None], served_now: list[int]) -> AsyncIterator[RolloutParts]:
+    """A run of three steps, evaluated after each; its gateway serves the last of ``served_now``, if any."""
+
+    async def health(request: web.Request) -> web.Response:
+        if not served_now:
+            return web.Response(status=503)
+        return web.json_response({"engine": {"version": served_now[-1]}})
+
+    async def play_one(task: Task, session: Session) -> str:
+        play(task)
+        sessions.capture(session, replace(TURN, versions=np.full(1, served_now[-1], np.int32)))
+        return "submit"
+
+    small = ["rollouts.group_size=2", "rollouts.groups_per_step=1"]
+    config = default_recipe(["trainer.steps=3", "eval.every_steps=1", *small])
+    folder, family, app = RunFolder.create(path / "run", config), Few(4, is_endless=True), web.Application()
+    app.router.add_get("/healthz", health)
+    fakes = RolloutFakes(play_one, lambda task: 1.0)
+    sessions = fakes.sessions
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(TestServer(app))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        ledger = stack.enter_context(Ledger.open(folder.ledger))
+        events = stack.enter_context(open_events(folder, ROLLOUTS))
+        served = ServedVersion(GatewayTable([str(server.make_url(""))]), http, outage_s=0.0)
+        stack.callback(served.close)
+        dispatcher = Dispatcher(
+            config.rollouts,
+            ledger=ledger,
+            draw=TaskOrder(family, seed=0).draw,
+            context=fakes.context,
+            events=events,
+            serving_version=served,
+        )
+        yield RolloutParts(
+            folder=folder,
+            config=config,
+            ledger=ledger,
+            events=events,
+            family=family,
+            dispatcher=dispatcher,
+            served=served,
+            read_tools=lambda turns: [],
+        )
+
+
+def test_a_failed_evaluation_during_rl_is_reported_and_the_next_one_is_made(tmp_path: Path) -> None:
+    served_now: list[int] = []
+    seen: list[Event] = []
+
+    def play(task: Task) -> None:
+        if served_now[-1] == 1:
+            raise UserError("the image of a held-out task is broken")
+
+    async def run() -> None:
+        async with rollout_parts(tmp_path, play, served_now) as parts:
+            log = EventReader(parts.folder.events)
+
+            def has_failed() -> bool:
+                seen.extend(logged.event for logged in log.new())
+                return any(isinstance(event, EvalFailed) for event in seen)
+
+            async with background_task(evaluate_on_the_way(parts)) as evaluating:
+                await asyncio.sleep(0.2)  # some polls without an answer
+                served_now.append(1)
+                await until(lambda: has_failed() or evaluating.done())
+                served_now.append(2)
+                await evaluating
+            seen.extend(logged.event for logged in log.new())
+
+    asyncio.run(run())
+    (failed,) = [event for event in seen if isinstance(event, EvalFailed)]
+    assert failed == EvalFailed(label="step-1", reason="UserError: the image of a held-out task is broken")
+    assert [event.label for event in seen if isinstance(event, EvalDone)] == ["step-2"]
+
+
+def test_a_bug_in_an_evaluation_ends_training_at_once(tmp_path: Path) -> None:
+    def play(task: Task) -> None:
+        if task.split is Split.HELDOUT:
+            raise RuntimeError("a bug")
+
+    async def run() -> None:
+        async with rollout_parts(tmp_path, play, [1]) as parts, asyncio.timeout(WAIT_S):
+            await train_and_evaluate(parts)  # no trainer takes its batches: it would never end
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        asyncio.run(run())
 
 
 class Sandboxes(FakeSandboxes):
