@@ -3,6 +3,7 @@
     files/            the definition of the run, for every process (:mod:`etude.run.working_folder`)
     evaluations/      ledgers of `etude eval`
     judge/0/          votes of a rollouts process's judge, what they cost, and why judging is paused
+    sinks/            positions of the sinks
 
 A place has sets of files, of which the newest is valid (:mod:`etude.run.stored_files`). Each disk stores the number of
 its last set: a newer set comes from another machine, and its files replace the local ones. A database is uploaded as a
@@ -56,7 +57,7 @@ class KeptFiles:
         if self._stored is None:
             return
         newest = max(self._stored.numbers(), default=0)
-        if newest <= self._last():
+        if newest <= self.last():
             return
         for path, file in self._stored.read(newest).items():
             target = self._folder.path / path
@@ -65,7 +66,7 @@ class KeptFiles:
                     target.with_name(target.name + beside).unlink(missing_ok=True)
             if not target.is_file() or stored_file(target) != file:
                 self._stored.fetch(path, file, self._folder.path)
-        self._note(newest)
+        self.note(newest)
 
     def keep(self, *names: str, whole: bool = False) -> None:
         """Upload the current files and folders ``names``.
@@ -88,14 +89,23 @@ class KeptFiles:
                 for path in (path for path, file in fresh.items() if before.get(path) != file):
                     self._send(still[path], fresh[path])
                 if self._stored.put(newest + 1, after):
-                    if whole or self._last() == newest:
-                        self._note(newest + 1)
+                    if whole or self.last() == newest:
+                        self.note(newest + 1)
                     if whole:
                         self._stored.remove(range(newest + 2 - RECENT))
                     return
         raise RunFolderError(
             f"{self._folder.url} was changed {TRIES} times meanwhile: other processes write to it without end"
         )
+
+    def last(self) -> int:
+        """The number of this disk's last set, 0 for none."""
+        return int(self._had.read_text("ascii")) if self._had.is_file() else 0
+
+    def note(self, number: int) -> None:
+        """Record that this disk has the set ``number``, unless it has a newer one."""
+        if number > self.last():
+            write_whole(self._had, f"{number}\n".encode("ascii"))
 
     def _send(self, source: Path, file: StoredFile) -> None:
         assert self._stored is not None
@@ -104,13 +114,6 @@ class KeptFiles:
             self._stored.send(descriptor, file)
         finally:
             os.close(descriptor)
-
-    def _last(self) -> int:
-        """The number of this disk's last set, 0 for none."""
-        return int(self._had.read_text("ascii")) if self._had.is_file() else 0
-
-    def _note(self, number: int) -> None:
-        write_whole(self._had, f"{number}\n".encode("ascii"))
 
 
 def _paths(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
