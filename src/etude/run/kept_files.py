@@ -68,12 +68,13 @@ class KeptFiles:
                 self._stored.fetch(path, file, self._folder.path)
         self.note(newest)
 
-    def keep(self, *names: str, whole: bool = False) -> None:
+    def keep(self, *names: str, whole: bool = False, is_first: bool = False) -> None:
         """Upload the current files and folders ``names``.
 
         The other files of the newest set stay in it, even with concurrent uploads; a disk without them must still
         :meth:`bring` them. With ``whole``, ``names`` are the complete set and this is the only writer; older sets are
-        then deleted.
+        then deleted. With ``is_first``, this raises :class:`~etude.errors.RunFolderError` unless it writes the
+        place's first set.
         """
         if self._stored is None:
             return
@@ -82,6 +83,11 @@ class KeptFiles:
             fresh = {path: stored_file(file) for path, file in still.items()}
             for _ in range(TRIES):
                 newest = max(self._stored.numbers(), default=0)
+                if is_first and newest:
+                    raise RunFolderError(
+                        f"another machine created a run at {self._folder.url} meanwhile: continue it with "
+                        f"--resume {self._folder.url}, or choose another place"
+                    )
                 before: FileSet = self._stored.read(newest) if newest else {}
                 after = fresh if whole else {**before, **fresh}
                 if after == before:

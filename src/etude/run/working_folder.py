@@ -10,6 +10,7 @@ Files are fetched whole and verified by digest. The folder is below ``ETUDE_WORK
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -83,7 +84,11 @@ def create_run(
     check_place(url, config)
     config = send_data(url, config, data or plan_data(config), working_path(url), tell)
     folder = RunFolder.create(working_path(url), config, at=url)
-    keep(folder, *RECIPE_FILES)
+    try:
+        KeptFiles(folder, FILES).keep(*RECIPE_FILES, is_first=True)
+    except RunFolderError:  # it is another machine's run
+        shutil.rmtree(folder.path)
+        raise
     return folder
 
 
