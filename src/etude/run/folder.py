@@ -252,7 +252,7 @@ def exclusive(folder: RunFolder, process: str, *, wait_s: float = 0.0) -> Iterat
     deadline_s = time.monotonic() + wait_s
     descriptor = os.open(folder.path / f".{process}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        while not _try_lock(descriptor):
+        while not try_lock(descriptor):
             if time.monotonic() >= deadline_s:
                 raise RunFolderError(f"{folder.path} is in use: its {process!r} process is running already")
             time.sleep(POLL_S)
@@ -284,7 +284,8 @@ def holder(folder: RunFolder, process: ProcessName) -> str:
     return f"{socket.gethostname()}:{folder.path.resolve()}:{process}"
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Take an open file's exclusive lock without waiting; false if it is in use."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -6,8 +6,8 @@
     sinks/            positions of the sinks
 
 A place has sets of files, of which the newest is valid (:mod:`etude.run.stored_files`). Each disk stores the number of
-its last set: a newer set comes from another machine, and its files replace the local ones. A database is uploaded as a
-consistent snapshot, even while it is written to.
+its last set: a newer set comes from another machine, and the files that it changed replace the local ones. A database
+is uploaded as a consistent snapshot, even while it is written to.
 """
 
 import os
@@ -56,16 +56,19 @@ class KeptFiles:
         """
         if self._stored is None:
             return
-        newest = max(self._stored.numbers(), default=0)
-        if newest <= self.last():
+        numbers, last = self._stored.numbers(), self.last()
+        newest = max(numbers, default=0)
+        if newest <= last:
             return
+        before: FileSet = self._stored.read(last) if last in numbers else {}
         for path, file in self._stored.read(newest).items():
             target = self._folder.path / path
+            if target.is_file() and (before.get(path) == file or stored_file(target) == file):
+                continue  # no other machine changed it: this disk's is the same or newer
             if target.suffix == DATABASE:
                 for beside in ("-wal", "-shm"):
                     target.with_name(target.name + beside).unlink(missing_ok=True)
-            if not target.is_file() or stored_file(target) != file:
-                self._stored.fetch(path, file, self._folder.path)
+            self._stored.fetch(path, file, self._folder.path)
         self.note(newest)
 
     def keep(self, *names: str, whole: bool = False, is_first: bool = False) -> None:
