@@ -25,7 +25,7 @@ from etude.closing import Closing
 from etude.errors import EtudeError, ExitCode, InfrastructureError, RunFolderError
 from etude.ledger.archive import Archive
 from etude.run.folder import RunFolder, remove_unbegun
-from etude.run.local import default_out
+from etude.run.local import create_default, default_out
 from etude.run.parent import SUPERVISOR_VARIABLE
 from etude.run.preflight import check_ready
 from etude.run.serving import STOP_S
@@ -137,4 +137,4 @@ def train(recipe: Recipe | Run | Path | str, *, out: Path | str | None = None) -
     for finding in check_ready(config, place):
         if not finding.works:
             warnings.warn(f"{finding.name}: {finding.words}", UserWarning, stacklevel=2)
-    return Training(RunFolder.create(place, config), is_new=True)
+    return Training(create_default(config) if out is None else RunFolder.create(place, config), is_new=True)

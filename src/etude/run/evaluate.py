@@ -11,7 +11,10 @@ fails every time is missing, and gets one more round in the next evaluation.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +31,7 @@ from etude.ledger.ledger import Ledger
 from etude.rewards.score import GRADER, grade_of
 from etude.rewards.transcript import continued
 from etude.run.data_copies import bring_data
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, try_lock
 from etude.run.kept_files import KeptFiles
 from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
 from etude.run.serve_version import ServedRun, serving_version
@@ -45,6 +48,8 @@ PASSES_AT_ONCE = 2
 """Passes in progress at a time: a run also tries its two sampling modes together."""
 EVALUATIONS = "evaluations"
 """Folder with the ledgers of tries, in the run folder."""
+LOCK = ".evaluations.lock"
+"""File of the run folder with the lock that evaluations in progress share."""
 VERSION_DIGITS = 6
 """Digits of the version in the name of a ledger."""
 ENGINE_S = "engine-s"
@@ -94,20 +99,35 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
     copies = KeptFiles(folder, EVALUATIONS)
     version, digest = resolve_version(folder, request.version)
     (folder.path / EVALUATIONS).mkdir(exist_ok=True)
-    copies.bring()
-    config, ledger, number = _trial(folder, request, version, digest)
-    bring_data(folder, "tasks")
-    labels = [label for labels in request.labels().values() for label in labels]
-    if not _is_done(ledger, labels, number):
-        number = len(heldout_tasks(open_family(config), number))  # the family may have fewer
-    if not _is_done(ledger, labels, number):
-        try:
-            with serving_version(folder, version, ledger=ledger, recipe=config) as served:
-                counter = TryCount(ledger, labels, number, progress)
-                asyncio.run(_evaluate(served, request, number, counter))
-        finally:
-            _keep(copies, ledger)
-    return read_evaluation(folder, request, version, digest)
+    with evaluating(folder, copies):
+        config, ledger, number = _trial(folder, request, version, digest)
+        bring_data(folder, "tasks")
+        labels = [label for labels in request.labels().values() for label in labels]
+        if not _is_done(ledger, labels, number):
+            number = len(heldout_tasks(open_family(config), number))  # the family may have fewer
+        if not _is_done(ledger, labels, number):
+            try:
+                with serving_version(folder, version, ledger=ledger, recipe=config) as served:
+                    counter = TryCount(ledger, labels, number, progress)
+                    asyncio.run(_evaluate(served, request, number, counter))
+            finally:
+                _keep(copies, ledger)
+        return read_evaluation(folder, request, version, digest)
+
+
+@contextlib.contextmanager
+def evaluating(folder: RunFolder, copies: KeptFiles) -> Iterator[None]:
+    """Count as an evaluation in progress while the context is open, and first bring the ledgers of tries, unless
+    another evaluation is in progress on this machine: it has them open.
+    """
+    descriptor = os.open(folder.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if try_lock(descriptor):
+            copies.bring()
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> Evaluation:

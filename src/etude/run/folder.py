@@ -49,6 +49,8 @@ RUN_URL = "run.url"
 """The file of a working folder with the run's URL (:mod:`etude.run.working_folder`)."""
 LOG_ID = "weights.id"
 """The file with the id of the run's log of weight versions; not in the store, as others may be able to write there."""
+CREATE_S = 60.0
+"""Longest wait for another process that creates a run in the same folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +70,13 @@ class RunFolder:
         """
         folder = cls.check_new(path)
         resolved = with_absolute_paths(resolve(config))
+        if not ledger and config.ledger.url:
+            ledger = place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
-            if at:
-                folder.record_url(at)
-            for place in (folder.store, folder.payloads):
-                ObjectStore(place)  # creates the folder if the store is one
-            for part in (folder.events, folder.logs):
-                part.mkdir(exist_ok=True)
-            make_key(folder)
-            (path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
-            if ledger or config.ledger.url:
-                place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
-                (path / LEDGER_URL).write_text(place + "\n", encoding="utf-8")
-            folder.config_file.write_text(dump_run(resolved, path), encoding="utf-8")
+            with exclusive(folder, "create", wait_s=CREATE_S):
+                cls.check_new(path)  # of two processes that create it at the same time, the second one finds a run
+                _fill(folder, resolved, ledger, at)
         except OSError as error:
             raise RunFolderError(
                 f"cannot write the run folder {path}: {error.strerror}; choose another --out"
@@ -215,6 +210,21 @@ def make_key(folder: RunFolder) -> None:
         write_run_key(folder.path)
 
 
+def _fill(folder: RunFolder, config: RunConfig, ledger: str, at: str) -> None:
+    """Write the files of a new run; run.toml is the last one, whole or not at all."""
+    if at:
+        folder.record_url(at)
+    for place in (folder.store, folder.payloads):
+        ObjectStore(place)  # creates the folder if the store is one
+    for part in (folder.events, folder.logs):
+        part.mkdir(exist_ok=True)
+    make_key(folder)
+    (folder.path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
+    if ledger:
+        (folder.path / LEDGER_URL).write_text(ledger + "\n", encoding="utf-8")
+    write_whole(folder.config_file, dump_run(config, folder.path).encode())
+
+
 def start_from(start: RunFolder, folder: RunFolder) -> None:
     """Copy model and weight versions of another run into a new one, with the id of their log."""
     shutil.copytree(start.model, folder.model)
@@ -242,7 +252,7 @@ def exclusive(folder: RunFolder, process: str, *, wait_s: float = 0.0) -> Iterat
     deadline_s = time.monotonic() + wait_s
     descriptor = os.open(folder.path / f".{process}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        while not _try_lock(descriptor):
+        while not try_lock(descriptor):
             if time.monotonic() >= deadline_s:
                 raise RunFolderError(f"{folder.path} is in use: its {process!r} process is running already")
             time.sleep(POLL_S)
@@ -274,7 +284,8 @@ def holder(folder: RunFolder, process: ProcessName) -> str:
     return f"{socket.gethostname()}:{folder.path.resolve()}:{process}"
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Take an open file's exclusive lock without waiting; false if it is in use."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -3,10 +3,11 @@
     files/            the definition of the run, for every process (:mod:`etude.run.working_folder`)
     evaluations/      ledgers of `etude eval`
     judge/0/          votes of a rollouts process's judge, what they cost, and why judging is paused
+    sinks/            positions of the sinks
 
 A place has sets of files, of which the newest is valid (:mod:`etude.run.stored_files`). Each disk stores the number of
-its last set: a newer set comes from another machine, and its files replace the local ones. A database is uploaded as a
-consistent snapshot, even while it is written to.
+its last set: a newer set comes from another machine, and the files that it changed replace the local ones. A database
+is uploaded as a consistent snapshot, even while it is written to.
 """
 
 import os
@@ -55,24 +56,28 @@ class KeptFiles:
         """
         if self._stored is None:
             return
-        newest = max(self._stored.numbers(), default=0)
-        if newest <= self._last():
+        numbers, last = self._stored.numbers(), self.last()
+        newest = max(numbers, default=0)
+        if newest <= last:
             return
+        before: FileSet = self._stored.read(last) if last in numbers else {}
         for path, file in self._stored.read(newest).items():
             target = self._folder.path / path
+            if target.is_file() and (before.get(path) == file or stored_file(target) == file):
+                continue  # no other machine changed it: this disk's is the same or newer
             if target.suffix == DATABASE:
                 for beside in ("-wal", "-shm"):
                     target.with_name(target.name + beside).unlink(missing_ok=True)
-            if not target.is_file() or stored_file(target) != file:
-                self._stored.fetch(path, file, self._folder.path)
-        self._note(newest)
+            self._stored.fetch(path, file, self._folder.path)
+        self.note(newest)
 
-    def keep(self, *names: str, whole: bool = False) -> None:
+    def keep(self, *names: str, whole: bool = False, is_first: bool = False) -> None:
         """Upload the current files and folders ``names``.
 
         The other files of the newest set stay in it, even with concurrent uploads; a disk without them must still
         :meth:`bring` them. With ``whole``, ``names`` are the complete set and this is the only writer; older sets are
-        then deleted.
+        then deleted. With ``is_first``, this raises :class:`~etude.errors.RunFolderError` unless it writes the
+        place's first set.
         """
         if self._stored is None:
             return
@@ -81,6 +86,11 @@ class KeptFiles:
             fresh = {path: stored_file(file) for path, file in still.items()}
             for _ in range(TRIES):
                 newest = max(self._stored.numbers(), default=0)
+                if is_first and newest:
+                    raise RunFolderError(
+                        f"another machine created a run at {self._folder.url} meanwhile: continue it with "
+                        f"--resume {self._folder.url}, or choose another place"
+                    )
                 before: FileSet = self._stored.read(newest) if newest else {}
                 after = fresh if whole else {**before, **fresh}
                 if after == before:
@@ -88,14 +98,23 @@ class KeptFiles:
                 for path in (path for path, file in fresh.items() if before.get(path) != file):
                     self._send(still[path], fresh[path])
                 if self._stored.put(newest + 1, after):
-                    if whole or self._last() == newest:
-                        self._note(newest + 1)
+                    if whole or self.last() == newest:
+                        self.note(newest + 1)
                     if whole:
                         self._stored.remove(range(newest + 2 - RECENT))
                     return
         raise RunFolderError(
             f"{self._folder.url} was changed {TRIES} times meanwhile: other processes write to it without end"
         )
+
+    def last(self) -> int:
+        """The number of this disk's last set, 0 for none."""
+        return int(self._had.read_text("ascii")) if self._had.is_file() else 0
+
+    def note(self, number: int) -> None:
+        """Record that this disk has the set ``number``, unless it has a newer one."""
+        if number > self.last():
+            write_whole(self._had, f"{number}\n".encode("ascii"))
 
     def _send(self, source: Path, file: StoredFile) -> None:
         assert self._stored is not None
@@ -104,13 +123,6 @@ class KeptFiles:
             self._stored.send(descriptor, file)
         finally:
             os.close(descriptor)
-
-    def _last(self) -> int:
-        """The number of this disk's last set, 0 for none."""
-        return int(self._had.read_text("ascii")) if self._had.is_file() else 0
-
-    def _note(self, number: int) -> None:
-        write_whole(self._had, f"{number}\n".encode("ascii"))
 
 
 def _paths(folder: Path, names: tuple[str, ...]) -> Iterator[str]:

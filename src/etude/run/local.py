@@ -23,7 +23,7 @@ from etude.config.recipe import RunConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
-from etude.errors import InfrastructureError
+from etude.errors import EtudeError, InfrastructureError, RunFolderError
 from etude.fleet.specs import ProcessSpec
 from etude.fsync import write_whole
 from etude.ledger.ledger import Ledger
@@ -193,8 +193,29 @@ def _keep_alive(
         supervisor.stop()
 
 
+def create_default(config: RunConfig) -> RunFolder:
+    """Create a new run in its default folder, which no other process gets. Raises as :meth:`RunFolder.create` does."""
+    while True:
+        place = default_out(config)
+        try:
+            place.mkdir(parents=True, mode=0o700)
+            break
+        except FileExistsError:
+            continue  # another process took that name meanwhile
+        except OSError as error:
+            raise RunFolderError(f"cannot create {place}: {error.strerror}; choose a folder with --out") from error
+    try:
+        return RunFolder.create(place, config)
+    except EtudeError:
+        with contextlib.suppress(OSError):
+            place.rmdir()  # empty: the recipe was refused
+        raise
+
+
 def default_out(config: RunConfig) -> Path:
-    """The default run folder, ``runs/<name>-s<seed>``, with a number appended if it exists."""
+    """The default run folder, ``runs/<name>-s<seed>``, with a number appended if it exists; :func:`create_default`
+    may have to take the next one.
+    """
     first = Path("runs") / f"{config.name}-s{config.seed}"
     candidates = (first if n == 1 else first.with_name(f"{first.name}-{n}") for n in range(1, 10_000))
     return next(path for path in candidates if not path.exists())

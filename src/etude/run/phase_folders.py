@@ -8,11 +8,14 @@ A phase is done when its ``model/`` exists: a Hugging Face folder that is writte
 complete or absent. This module owns the names and that rename. It knows no model and does not import torch.
 """
 
+import errno
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
+from uuid import uuid4
 
 import orjson
 
@@ -27,6 +30,11 @@ Phase: TypeAlias = Literal["midtrain", "sft"]
 """A phase before reinforcement learning."""
 RECORD_FILE = "lineage.json"
 """File in the model folder of a phase."""
+PARTIAL = ".partial"
+"""Suffix of a folder that is being written; the trainer removes those among its checkpoints when it saves one, which is
+after every node has its own."""
+LEFT_S = 86_400.0
+"""Age from which such a folder is left of a process that was killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,19 +159,34 @@ def check_complete(lineage: PhaseFolders, config: RunConfig) -> None:
 def place(target: Path, fill: Callable[[Path], None]) -> None:
     """Create a folder atomically: ``fill`` writes into a temporary folder, which is then renamed.
 
-    An existing folder is unchanged: another process created the same one.
+    An existing folder is unchanged, also one that appears meanwhile: another process, maybe on another machine that
+    shares the disk, created the same one.
     """
     if target.exists():
         return
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in target.parent.glob(f"{target.name}.*{PARTIAL}"):
+        if time.time() - left.stat().st_mtime > LEFT_S:
+            shutil.rmtree(left, ignore_errors=True)
+    partial = target.with_name(f"{target.name}.{uuid4().hex}{PARTIAL}")  # each process its own
     partial.mkdir(parents=True)
-    fill(partial)
-    for file in partial.rglob("*"):
-        sync(file)
-    sync(partial)
-    partial.rename(target)
+    try:
+        fill(partial)
+        for file in partial.rglob("*"):
+            sync(file)
+        sync(partial)
+        _rename(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     sync(target.parent)
+
+
+def _rename(partial: Path, target: Path) -> None:
+    """Rename a folder, unless ``target`` exists by now."""
+    try:
+        partial.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
 
 
 def write_record(folder: Path, record: PhaseRecord) -> None:

@@ -15,6 +15,7 @@ from etude.fsync import write_whole
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder, exclusive
 from etude.run.resolve import resolve, with_absolute_paths
+from etude.run.working_folder import RECIPE_FILES, fetching, keep
 from etude.types import Json
 
 CHANGEABLE = frozenset(
@@ -131,11 +132,12 @@ def differences(
 
 
 def change(folder: RunFolder, config: RunConfig) -> None:
-    """Make ``config`` the recipe of a run, atomically. Raises :class:`~etude.errors.RunFolderError` while the run has a
-    supervisor.
+    """Make ``config`` the recipe of a run, atomically, also at its URL. Raises :class:`~etude.errors.RunFolderError`
+    while the run has a supervisor.
     """
-    with exclusive(folder, "supervisor"):
+    with exclusive(folder, "supervisor"), fetching(folder):  # a fetch in between would bring the former recipe back
         write_whole(folder.config_file, dump_run(config, folder.path).encode(), syncs=True)
+        keep(folder, *RECIPE_FILES)
 
 
 def is_finished(folder: RunFolder, config: RunConfig) -> bool:

@@ -5,6 +5,7 @@
     payloads/       turns, their routes and masks       events/         copies of each process's events
     data/           copies of the recipe's data         phases/         copies of mid-training's and SFT's checkpoints
     evaluations/    ledgers of `etude eval`             judge/          votes of judges and their costs
+    sinks/          positions of the sinks
 
 ``s3://bucket/runs/NAME``, ``gs://``, ``az://``, or a folder that all machines see. It never contains the run key or
 files of one machine: logs, locks, ports. Each machine has a working folder for its local copies
@@ -23,8 +24,8 @@ from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import MANIFESTS, StoredFiles
 from etude.run.weight_log import far_options, log_id_of, signing_key
 
-FILES, EVENTS = "files", "events"
-"""Places below the URL: the files of the run, the events of its processes."""
+FILES, EVENTS, POSITIONS = "files", "events", "sinks"
+"""Places below the URL: the files of the run, the events of its processes, the positions of its sinks."""
 
 
 def normal_url(text: str) -> str:

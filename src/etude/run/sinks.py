@@ -29,13 +29,14 @@ from etude.run.detokenize import turn_reader
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, exclusive
 from etude.run.judging import judge_cost
+from etude.run.kept_files import KeptFiles
 from etude.run.launchers.host_process import HostProcess, host_process, stop_all
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.process_name import ProcessName
 from etude.run.processes import PREDECESSOR_S
+from etude.run.run_url import POSITIONS
 from etude.run.scoring import transcript_of
 from etude.run.stores import open_archive
-from etude.run.working_folder import keep
 from etude.telemetry.alerts import NAMES
 from etude.telemetry.events import SinkFailed
 from etude.telemetry.log import EventLog
@@ -47,8 +48,6 @@ from etude.tokens.jinja import load_format
 
 SINKS_PROCESS = ProcessName(command="sinks")
 """The name of the process."""
-FOLDER = "sinks"
-"""Folder of a run with the positions of its sinks."""
 ALERTS = "alerts"
 """Name of the sink that evaluates ``[[alerts]]``."""
 PACKAGES: Mapping[str, str] = MappingProxyType(
@@ -127,6 +126,7 @@ def feed_sinks(folder: RunFolder, ending: threading.Event, *, closing_s: float |
         exclusive(folder, str(SINKS_PROCESS), wait_s=PREDECESSOR_S),
         open_events(folder, SINKS_PROCESS, lossy=True) as events,
     ):
+        KeptFiles(folder, POSITIONS).bring()  # only here: under the lock, no sink has its position's file open
         threads = _threads(folder, folder.config(), events)
         for thread in threads:
             thread.start()
@@ -141,7 +141,7 @@ def feed_sinks(folder: RunFolder, ending: threading.Event, *, closing_s: float |
 
 
 def _threads(folder: RunFolder, config: RunConfig, events: EventLog) -> list[SinkThread]:
-    places = folder.path / FOLDER
+    places = folder.path / POSITIONS
     places.mkdir(exist_ok=True)
     identity = _identity(places)
     shown = public(config.model_dump(mode="json"))
@@ -194,7 +194,7 @@ def _identity(places: Path) -> str:
 def _keep(folder: RunFolder) -> None:
     """Save the positions at the run's URL, so that another machine can continue from there."""
     try:
-        keep(folder, FOLDER)
+        KeptFiles(folder, POSITIONS).keep(POSITIONS, whole=True)
     except EtudeError as error:
         logger.warning("the positions of sinks are not saved at the URL of the run yet: %s", error)
 

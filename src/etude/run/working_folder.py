@@ -4,13 +4,15 @@
 
 A working folder is a run folder like any other (:mod:`etude.run.folder`), with a file that says where the run is. It is
 a cache: it may be removed, and is created again from the URL. The newest set of files at the URL is valid, whatever the
-folder contains; files are fetched whole and verified by digest. The folder is below ``ETUDE_WORK``, by default in the
-user's cache.
+folder contains; only a report or a fleet that this machine wrote since it had that set stays until it is uploaded.
+Files are fetched whole and verified by digest. The folder is below ``ETUDE_WORK``, by default in the user's cache.
 """
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from etude.config.data_paths import DATA
@@ -22,7 +24,7 @@ from etude.run.event_copies import fetch_events
 from etude.run.folder import FLEET_FILE, LEDGER_URL, LOG_ID, RunFolder, exclusive
 from etude.run.kept_files import KeptFiles
 from etude.run.process_name import ProcessName
-from etude.run.run_url import EVENTS, FILES, is_run_url, normal_url, open_place, open_stored
+from etude.run.run_url import EVENTS, FILES, POSITIONS, is_run_url, normal_url, open_place, open_stored
 from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import StoredFiles, stored_file
 
@@ -32,6 +34,8 @@ RECIPE_FILES = ("run.toml", LOG_ID, LEDGER_URL, FLEET_FILE, "plugins")
 """Files and folders that define a run."""
 MODEL, REPORTS = ("model",), ("report.json", "report.html")
 """The run's model, which its phases produce, and its report."""
+WRITTEN_FIRST = (FLEET_FILE, *REPORTS)
+"""Files that a machine changes some time before it uploads them; of the others, a local change is damage."""
 WEIGHTS = (".safetensors", ".bin")
 """Suffixes of files that only the phases before the loop need: the loop reads weights from their log."""
 LOOP = frozenset({"serve", "gateway", "rollouts", "train"})
@@ -59,7 +63,7 @@ def open_run_folder(run: Path | str, *, writes: bool = True, process: ProcessNam
         if not stored.numbers():
             raise RunFolderError(f"there is no run at {url}: start one with `etude run RECIPE --at {url}`")
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
-        with exclusive(folder, "fetch", wait_s=FETCH_S):
+        with fetching(folder):
             _fetch(folder, url, stored, with_weights=writes and (process is None or process.command not in LOOP))
             fetch_events(open_place(url, EVENTS, far=far), folder.events, "" if process is None else str(process))
     except InfrastructureError:
@@ -80,7 +84,11 @@ def create_run(
     check_place(url, config)
     config = send_data(url, config, data or plan_data(config), working_path(url), tell)
     folder = RunFolder.create(working_path(url), config, at=url)
-    keep(folder, *RECIPE_FILES)
+    try:
+        KeptFiles(folder, FILES).keep(*RECIPE_FILES, is_first=True)
+    except RunFolderError:  # it is another machine's run
+        shutil.rmtree(folder.path)
+        raise
     return folder
 
 
@@ -108,7 +116,7 @@ def check_place(url: str, config: RunConfig) -> None:
 
 def forget(folder: RunFolder) -> None:
     """Remove a run that has not begun from its URL; does nothing for a run without one."""
-    for name in (FILES, EVENTS, DATA) if folder.url else ():
+    for name in (FILES, EVENTS, DATA, POSITIONS) if folder.url else ():
         place = open_place(folder.url, name)
         place.delete(*place.list(""))
 
@@ -121,6 +129,11 @@ def keep(folder: RunFolder, *names: str, outages: StoreOutages | None = None) ->
     KeptFiles(folder, FILES, outages).keep(*names)
 
 
+def fetching(folder: RunFolder) -> AbstractContextManager[None]:
+    """Hold the lock without which no process of this machine fetches files of a run."""
+    return exclusive(folder, "fetch", wait_s=FETCH_S)
+
+
 def working_path(url: str, below: Path | None = None) -> Path:
     """The working folder of a run at a normal URL, on this machine; or below the folder ``below``."""
     chosen = str(below or os.environ.get(WORK_VARIABLE, ""))
@@ -131,7 +144,10 @@ def working_path(url: str, below: Path | None = None) -> Path:
 
 def _fetch(folder: RunFolder, url: str, stored: StoredFiles, *, with_weights: bool) -> None:
     folder.record_url(url)
-    files = stored.read(max(stored.numbers()))
+    numbers, copies = stored.numbers(), KeptFiles(folder, FILES)
+    newest, last = max(numbers), copies.last()
+    files = stored.read(newest)
+    before = stored.read(last) if last in numbers else {}
     own_id = folder.path / LOG_ID
     if own_id.is_file() and LOG_ID in files and stored_file(own_id) != files[LOG_ID]:
         raise DamagedError(
@@ -142,5 +158,8 @@ def _fetch(folder: RunFolder, url: str, stored: StoredFiles, *, with_weights: bo
         target = folder.path / path
         if not with_weights and target.suffix in WEIGHTS:
             continue
+        if path in WRITTEN_FIRST and target.is_file() and before.get(path) == file:
+            continue  # no other machine changed it since this disk had it
         if not target.is_file() or target.is_symlink() or stored_file(target) != file:
             stored.fetch(path, file, folder.path)
+    copies.note(newest)

@@ -9,9 +9,10 @@ import pytest
 
 from etude.config.loading import load_recipe, parse_config
 from etude.config.recipe import RunConfig
-from etude.errors import ConfigError, DamagedError
+from etude.errors import ConfigError, DamagedError, RunFolderError
 from etude.objects import ObjectStore
 from etude.run.data_copies import GIB, bring_data, plan_data
+from etude.run.folder import RunFolder
 from etude.run.resuming import change, changed_config
 from etude.run.working_folder import WORK_VARIABLE, create_run, forget, open_run_folder
 
@@ -52,6 +53,24 @@ def config_of(source: Path) -> RunConfig:
         },
         source="test",
     )
+
+
+def test_of_two_machines_that_create_a_run_at_one_url_only_one_succeeds(
+    source: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: both started, each with the recipe and the weight log of one of them."""
+    url, made = str(tmp_path / "shared" / "run"), list[RunFolder]()
+
+    def create_elsewhere(line: str) -> None:
+        if not made:
+            monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "elsewhere"))
+            made.append(create_run(url, parse_config({"ledger": {"url": "postgresql:///app"}}, source="test")))
+            monkeypatch.setenv(WORK_VARIABLE, str(work))
+
+    with pytest.raises(RunFolderError, match=f"created a run at {url} meanwhile: continue it with --resume {url}"):
+        create_run(url, config_of(source), tell=create_elsewhere)
+    assert list(work.glob("run-*")) == []
+    assert open_run_folder(url).config().model_dump() == made[0].config().model_dump()
 
 
 def test_another_machine_has_the_data_that_its_work_reads(

@@ -1,7 +1,9 @@
 """A run folder: private, whole, and not taken twice."""
 
 import stat
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -9,6 +11,7 @@ from etude.config.recipe import LedgerConfig, RunConfig
 from etude.errors import ConfigError, RunFolderError
 from etude.run.folder import RunFolder, exclusive
 from etude.run.keys import KeyRole
+from etude.run.local import create_default, default_out
 from etude.run.resolve import resolve
 
 
@@ -48,9 +51,44 @@ def test_the_ledger_is_a_file_or_a_schema_of_its_own_that_the_folder_remembers(t
     assert RunFolder.create(tmp_path / "c", one.config()).ledger != one.ledger  # a run as the recipe of another
 
 
-def test_a_recipe_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+def test_of_two_processes_that_create_one_folder_the_second_is_refused(tmp_path: Path) -> None:
+    """Regression: both succeeded, with keys of the one and the recipe of the other."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        with exclusive(folder, "create"):  # another process has checked that there is no run
+            second = pool.submit(RunFolder.create, folder.path, RunConfig(seed=2))
+            wait([second], timeout=1.0)  # it has checked, too
+            folder.config_file.write_text("seed = 1\n")
+        with pytest.raises(RunFolderError, match="already holds a run"):
+            second.result()
+    assert folder.config_file.read_text() == "seed = 1\n"
+    assert not (folder.path / "run.key").exists()
+
+
+def test_runs_that_start_at_once_get_default_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = Barrier(4)
+
+    def create(seconds: int) -> Path:
+        start.wait()
+        return create_default(RunConfig(name="mine", heartbeat_timeout_s=seconds)).path
+
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(create, (100, 200, 300, 400)))
+    assert {path.name for path in made} == {"mine-s0", "mine-s0-2", "mine-s0-3", "mine-s0-4"}
+    assert [RunFolder.open(path).config().heartbeat_timeout_s for path in made] == [100, 200, 300, 400]
+
+
+def test_a_recipe_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: one without a recipe was left, and the next try chose another name."""
     config = RunConfig.model_validate({"numerics": {"arithmetic": "invariant", "replay": "full"}})
     with pytest.raises(ConfigError, match=r"numerics\.replay = 'full' has no effect"):
         RunFolder.create(tmp_path / "run", config)
     assert not (tmp_path / "run").exists()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"numerics\.replay = 'full' has no effect"):
+        create_default(config)
+    assert not default_out(config).exists()

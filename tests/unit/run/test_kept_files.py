@@ -10,7 +10,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import DamagedError
 from etude.objects import ObjectStore
 from etude.rewards.judge.votes import Vote, VoteCache
-from etude.run.evaluate import EVALUATIONS
+from etude.run.evaluate import EVALUATIONS, evaluating
 from etude.run.folder import RunFolder
 from etude.run.judging import JudgeState, synced_judge_state
 from etude.run.kept_files import KeptFiles
@@ -59,6 +59,38 @@ def test_evaluations_of_two_machines_are_on_both(machines: tuple[RunFolder, RunF
     store.delete(*store.list("parts"))
     with pytest.raises(DamagedError, match=r"evaluations/parts/.*is missing: restore it"):
         fresh.bring()
+
+
+def test_what_this_disk_added_to_a_database_stays_when_another_machine_adds_one(
+    machines: tuple[RunFolder, RunFolder],
+) -> None:
+    """Regression: a new set replaced every database of the one before, and removed what was still in its WAL."""
+    first, second = machines
+    here, there = (KeptFiles(folder, EVALUATIONS) for folder in machines)
+    write(first, "v1.db", 1)
+    here.keep(f"{EVALUATIONS}/v1.db")
+    there.bring()
+    write(second, "v2.db", 2)
+    there.keep(f"{EVALUATIONS}/v2.db")
+    with closing(sqlite3.connect(first.path / EVALUATIONS / "v1.db")) as writer:
+        writer.execute("INSERT INTO facts VALUES (11)")
+        writer.commit()
+        here.bring()
+        assert (read(first, "v1.db"), read(first, "v2.db")) == ([1, 11], [2])
+
+
+def test_no_evaluation_replaces_the_ledger_of_one_in_progress(machines: tuple[RunFolder, RunFolder]) -> None:
+    """Regression: a second `etude eval` removed the WAL of the first one and replaced its database."""
+    first, second = machines
+    here, there = (KeptFiles(folder, EVALUATIONS) for folder in machines)
+    with evaluating(first, here):
+        write(first, "v1.db", 1)
+        write(second, "v1.db", 2)
+        there.keep(f"{EVALUATIONS}/v1.db")
+        with evaluating(first, KeptFiles(first, EVALUATIONS)):
+            assert read(first, "v1.db") == [1]
+    with evaluating(first, here):
+        assert read(first, "v1.db") == [2]
 
 
 def test_a_database_is_kept_while_it_is_written_to(machines: tuple[RunFolder, RunFolder]) -> None:

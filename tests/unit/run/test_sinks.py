@@ -1,8 +1,10 @@
 """The sink process of a run: errors before the start, what it sends, and that no other process waits for it."""
 
 import re
+import shutil
 import time
 import tomllib
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 
@@ -14,7 +16,9 @@ from etude.errors import ConfigError
 from etude.run import sinks
 from etude.run.folder import RunFolder
 from etude.run.sinks import SinksProcess, check_log, feed_sinks
+from etude.run.working_folder import WORK_VARIABLE, create_run, open_run_folder
 from etude.telemetry.log import EventReader
+from etude.telemetry.tail import EventTail
 from run_events import small_run, write
 
 PAGE = Path(__file__).parents[3] / "docs" / "trackers.md"
@@ -77,6 +81,34 @@ def test_what_was_not_sent_is_sent_once_and_then_it_ends(tmp_path: Path) -> None
     assert len(lines) == len(list(small_run(2)))
     assert (folder.path / "tensorboard" / "report.html").is_file()
     assert EventReader(folder.events, "sinks").new() == []
+
+
+def test_positions_are_brought_by_the_sinks_alone_and_never_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: whoever opened a run by its URL put stored positions back, and trackers got everything twice."""
+    monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "here"))
+    far = {"kind": "jsonl", "options": {"folder": str(tmp_path / "far")}}
+    recipe = config(name="tiny", log={"to": [far]}, ledger={"url": "postgresql:///app"})
+    folder = create_run(str(tmp_path / "url"), recipe)
+    events, ending = list(small_run(2)), Event()
+    ending.set()
+
+    write(folder.events, events)
+    assert feed_sinks(folder, ending, closing_s=None)
+    position = folder.path / "sinks" / "jsonl.json"
+    with closing(EventTail(folder.events, position)) as tail:  # sinks at work, which copy their positions later
+        tail.put("more.jsonl", 5000)
+    ahead = position.read_text()
+    open_run_folder(folder.url, writes=False)
+    assert position.read_text() == ahead
+    monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "elsewhere"))
+    other = open_run_folder(folder.url)
+    assert not (other.path / "sinks").exists()
+    shutil.copytree(folder.events, other.events, dirs_exist_ok=True)
+    assert feed_sinks(other, ending, closing_s=None)
+    (lines,) = [file.read_bytes().splitlines() for file in (tmp_path / "far").iterdir()]
+    assert len(lines) == len(events)
 
 
 def test_nothing_is_started_for_a_run_without_sinks(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from etude.run.run_url import is_run_url, normal_url
 from etude.run.working_folder import (
     MODEL,
     RECIPE_FILES,
+    REPORTS,
     WORK_VARIABLE,
     create_run,
     forget,
@@ -128,6 +129,37 @@ def test_a_disk_that_keeps_a_file_still_brings_what_another_machine_kept_meanwhi
     for folder in (here, there):
         KeptFiles(folder, "evaluations").bring()
         assert {path.name for path in (folder.path / "evaluations").iterdir()} == {"here", "there"}
+
+
+def test_an_opener_leaves_what_this_machine_wrote_since_its_last_upload(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: `etude show` by URL, during the end of a run, replaced its report by the one of the start before."""
+    made = create_run(url, default_recipe([POSTGRES]))
+    made.report_json.write_text("first")
+    keep(made, *REPORTS)
+    made.report_json.write_text("second")
+    open_run_folder(url, writes=False)
+    assert made.report_json.read_text() == "second"
+    elsewhere(monkeypatch, tmp_path)
+    other = open_run_folder(url)
+    assert other.report_json.read_text() == "first"
+    keep(other, *RECIPE_FILES)
+    other.report_json.write_text("third")
+    keep(other, *REPORTS)
+    monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "work"))
+    open_run_folder(url, writes=False)
+    assert made.report_json.read_text() == "third", "another machine's is newer"
+
+
+def test_a_changed_recipe_is_at_the_url_before_anybody_can_fetch_the_former_one(url: str) -> None:
+    """Regression: a process that opened the run between the change and its upload brought the former recipe back."""
+    made = create_run(url, default_recipe([POSTGRES, "trainer.steps=3"]))
+    changed = made.config().model_copy(update={"trainer": made.config().trainer.model_copy(update={"steps": 7})})
+    change(made, changed)
+    assert open_run_folder(url).config().trainer.steps == 7
+    keep(made, *RECIPE_FILES)
+    assert made.config().trainer.steps == 7
 
 
 def test_a_changed_file_of_a_working_folder_is_fetched_again_and_a_lost_one_is_named(url: str) -> None:

@@ -21,7 +21,7 @@ from etude.rewards.shaping.parts import check_behaviours
 from etude.run.data_copies import plan_data
 from etude.run.fleet_plan import plan_loop
 from etude.run.folder import RunFolder, remove_unbegun
-from etude.run.local import default_out, run_local
+from etude.run.local import create_default, default_out, run_local
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.placement import fleet_of
 from etude.run.resolve import check_devices
@@ -37,7 +37,7 @@ def begin(config: RunConfig, fleet: FleetConfig | None, out: Path | None) -> int
     place = out or default_out(config)
     _check_home(fleet, None)
     _check_needs(config, fleet, place)
-    return start(RunFolder.create(place, config), fleet)
+    return start(create_default(config) if out is None else RunFolder.create(out, config), fleet)
 
 
 def begin_at(at: str, config: RunConfig, fleet: FleetConfig | None, copy_limit_gib: float) -> int:
