@@ -1,12 +1,15 @@
 """Compilation of loops with numba: at memory speed, on any processor, without a C compiler.
 
-Owns how kernels are compiled and where the machine code is kept between processes. What is computed is written where it
+Owns how kernels are compiled, where the machine code is kept between processes, and that processes store it one at a
+time. What is computed is written where it
 belongs: ``weights/`` for deltas, ``models/kernels/`` for arithmetic.
 """
 
+import fcntl
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -43,7 +46,7 @@ if not _SETTINGS.CACHE_DIR:
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
     """Compile with numba: no GIL, no bounds checks, cached on disk between processes."""
     jitted = njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function)
-    return cast("Callable[P, R]", jitted)
+    return cast("Callable[P, R]", _stored_alone(jitted))
 
 
 def borrowing(function: Callable[P, R]) -> Callable[P, R]:
@@ -54,7 +57,7 @@ def borrowing(function: Callable[P, R]) -> Callable[P, R]:
     """
     # The stubs of numba do not know its private options.
     jitted: Any = partial(njit, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-    return cast("Callable[P, R]", jitted(_nrt=False)(function))
+    return cast("Callable[P, R]", _stored_alone(jitted(_nrt=False)(function)))
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
@@ -66,3 +69,35 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 def vector(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make an LLVM code generator callable from kernels; numba resolves its context, callers pass the rest."""
     return cast("Callable[..., Any]", intrinsic(function))
+
+
+def _stored_alone(jitted: Any) -> Any:
+    """A kernel that only one process at a time adds to its cache.
+
+    numba reads the index of a kernel's types, adds one and writes it, without a lock: of two processes that compile it
+    for different types, one would leave an entry that names the other's machine code, for good. A version of numba
+    whose cache has another shape stores as it does.
+    """
+    cache = getattr(jitted, "_cache", None)
+    store, folder = getattr(cache, "save_overload", None), getattr(cache, "cache_path", None)
+    if cache is None or store is None or folder is None:
+        return jitted
+
+    def store_alone(*args: Any) -> None:
+        with _locked(Path(folder)):
+            store(*args)
+
+    cache.save_overload = store_alone
+    return jitted
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which is created if necessary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as long as another process writes two small files
+        yield
+    finally:
+        os.close(lock)

@@ -13,7 +13,7 @@ from etude.config.loading import default_recipe
 from etude.config.release import SuiteConfig
 from etude.dashboard.suite_results import SuiteResults, read_results
 from etude.run.evaluate import EvalRequest, read_evaluation, resolve_version
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, exclusive
 from etude.run.phase_models import publish_start
 from etude.run.resolve import resolve
 from etude.run.store_outages import StoreOutages
@@ -73,6 +73,19 @@ def test_another_model_does_not_go_on_in_the_same_folder(
         try_it(bugs, url, tmp_path / "out", *options)
         try_it(bugs, url, tmp_path / "out", *options, "--temperature", "0.5", status=2)
         assert "has tries of temperature = 1.0, and this is 0.5: name another folder" in capsys.readouterr().err
+
+
+def test_two_commands_do_not_try_in_the_same_folder_at_once(
+    bugs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, options = tmp_path / "out", ("--harness", "coding", "--tasks", "1")
+    out.mkdir()
+    with behind(ApiModel(submits)) as url:
+        with exclusive(RunFolder(out), "suite"):
+            try_it(bugs, url, out, *options, status=2)
+        assert f"{out} is in use: its 'suite' process is running already" in capsys.readouterr().err
+        assert not (out / "events").exists()
+        assert try_it(bugs, url, out, *options) is not None
 
 
 def test_an_api_that_refuses_every_call_ends_it_at_once(

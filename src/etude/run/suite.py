@@ -56,7 +56,7 @@ from etude.run.evaluate import (
     last_failure,
     one_pass,
 )
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, exclusive
 from etude.run.judging import JudgeState, OpenJudge, check_judge, open_judge, reward_digest
 from etude.run.model_calls import serving_passthrough
 from etude.run.rollouts import heldout_tasks, open_stage
@@ -185,8 +185,8 @@ def try_model(
     """Run a model behind a URL on a suite, and write ``results.json`` into the folder ``out``; tries already stored
     there are not repeated.
 
-    Raises :class:`~etude.errors.UserError` for a suite that cannot be run, for a folder with tries of something else,
-    and if the API refuses every call.
+    Raises :class:`~etude.errors.UserError` for a suite that cannot be run, for a folder with tries of something else or
+    in which another process makes some, and if the API refuses every call.
     """
     out.mkdir(parents=True, exist_ok=True)
     if suite.tasks.family == FAMILY and suite_of(Path(suite.tasks.folder)).tasks.family == HARBOR:
@@ -212,7 +212,10 @@ def try_model(
         reward=reward_digest(config),
         prices=limits.prices,
     )
-    with leased(out / TRIES_FILE, LedgerConfig(), name="suite", holder="etude suite run") as ledger:
+    with (
+        exclusive(RunFolder(out), "suite"),  # so a previous holder of the lease is dead
+        leased(out / TRIES_FILE, LedgerConfig(), name="suite", holder="etude suite run") as ledger,
+    ):
         date = _check_identity(ledger, config, upstream, results, out)
         try:
             tries = _Tries(ledger=ledger, config=config, upstream=upstream, limits=limits, tasks=tasks, out=out)
