@@ -9,7 +9,9 @@ uploads except a trainer about to commit a step. This module owns uploads and do
 content of events.
 """
 
+import contextlib
 import logging
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from etude.closing import Closing
 from etude.errors import DamagedError, EtudeError
 from etude.fsync import write_whole
 from etude.objects import Objects
+from etude.run.folder import try_lock
 from etude.run.rounds import Rounds
 
 MOST_BYTES = 4 << 20
@@ -119,8 +122,8 @@ class EventDownloads(Closing):
 
 
 def fetch_events(objects: Objects, folder: Path, process: str = "") -> None:
-    """Update the event files in a folder, or only that of ``process``, from the uploads; files with more events are
-    unchanged.
+    """Update the event files in a run's folder of events, or only that of ``process``, from the uploads; files with
+    more events, or of a process that runs on this machine, are unchanged.
 
     Raises :class:`~etude.errors.DamagedError` naming a missing object.
     """
@@ -134,7 +137,21 @@ def fetch_events(objects: Objects, folder: Path, process: str = "") -> None:
         missing = segments[len(shipped) :]
         if missing:
             whole = local[: shipped[-1].end if shipped else 0] + b"".join(_read(objects, missing))
-            write_whole(file, whole)
+            _replace(file, len(local), whole, folder.parent / f".{name}.lock")
+
+
+def _replace(file: Path, size_bytes: int, data: bytes, lock: Path) -> None:
+    """Replace a file, unless it has not that size any more or its process runs: it would write on into the former file.
+    ``lock`` is the process's.
+    """
+    with contextlib.ExitStack() as stack:
+        if lock.exists():
+            descriptor = os.open(lock, os.O_RDWR)
+            stack.callback(os.close, descriptor)
+            if not try_lock(descriptor):
+                return
+        if (file.stat().st_size if file.exists() else 0) == size_bytes:
+            write_whole(file, data)
 
 
 def _read(objects: Objects, segments: Sequence[_EventObject]) -> list[bytes]:

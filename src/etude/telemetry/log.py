@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import BinaryIO, Protocol, get_args
 
 import orjson
 
@@ -97,6 +97,8 @@ class EventReader:
         self._folder = folder
         self._files = f"{process}.jsonl"
         self._offsets = dict(offsets or {})
+        self._last_lines: dict[str, bytes] = {}
+        """File name → the last line read, which shows whether the file is still the same one."""
 
     def new(self) -> list[Logged]:
         """Events written since the previous call, in order of time."""
@@ -108,10 +110,10 @@ class EventReader:
         return sorted(events, key=lambda placed: placed.logged.at_s)
 
     def _tail(self, file: Path) -> Iterator[Placed]:
-        end = self._offsets.get(file.name, 0)
-        if file.stat().st_size <= end:
+        if file.stat().st_size == self._offsets.get(file.name, 0):
             return
         with file.open("rb") as stream:
+            end = self._offsets[file.name] = self._next_line(stream, file)
             stream.seek(end)
             for line in stream:
                 if not line.endswith(b"\n"):
@@ -119,6 +121,30 @@ class EventReader:
                 end += len(line)
                 yield Placed(_parse(line, file), file.name, end)
                 self._offsets[file.name] = end
+                self._last_lines[file.name] = line
+
+    def _next_line(self, stream: BinaryIO, file: Path) -> int:
+        """The offset of the first line that was not read yet. A file may be replaced by that of another machine, on
+        which its process went on from an earlier event: then it is the first line that is newer than those read.
+        """
+        end, last = self._offsets.get(file.name, 0), self._last_lines.get(file.name)
+        if not end:
+            return 0
+        if last is None:  # the position comes from an earlier process
+            stream.seek(end - 1)
+            if stream.read(1) != b"\n":
+                stream.readline()
+            return min(stream.tell(), file.stat().st_size)
+        stream.seek(end - len(last))
+        if stream.read(len(last)) == last:
+            return end
+        read_s, end = _parse(last, file).at_s, 0
+        stream.seek(0)
+        for line in stream:
+            if not line.endswith(b"\n") or _parse(line, file).at_s > read_s:
+                break
+            end += len(line)
+        return end
 
 
 def _drop_unfinished_line(file: Path) -> None:

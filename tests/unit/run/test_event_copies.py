@@ -7,6 +7,7 @@ import pytest
 from etude.errors import DamagedError
 from etude.objects import ObjectStore
 from etude.run.event_copies import EventCopies, EventDownloads, fetch_events
+from etude.run.folder import RunFolder, exclusive
 from etude.telemetry.events import RunStarted
 from etude.telemetry.log import EventLog, EventReader
 from faulty_store import Failure, FaultyStore
@@ -36,6 +37,18 @@ def test_a_stream_goes_on_from_machine_to_machine(tmp_path: Path) -> None:
         stream.write(b"not sent yet")
     fetch_events(store, reader)
     assert (reader / "trainer.jsonl").read_bytes().endswith(b"not sent yet")
+
+
+def test_the_file_of_a_process_that_runs_here_is_not_replaced(tmp_path: Path) -> None:
+    """Regression: whoever opened the run replaced it, and the process wrote on into the removed file."""
+    store, (first, second) = ObjectStore("memory://"), (tmp_path / name / "events" for name in ("a", "b"))
+    write(first, store, False)
+    write(second, ObjectStore("memory://"), True)
+    with exclusive(RunFolder(second.parent), "trainer"):
+        fetch_events(store, second)
+        assert read(second) == [True]
+    fetch_events(store, second)
+    assert read(second) == [False]
 
 
 def test_what_a_lost_machine_had_not_sent_is_replaced_by_what_came_after_it(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from etude.errors import DamagedError
+from etude.fsync import write_whole
 from etude.telemetry.events import (
     AlertChanged,
     EngineStats,
@@ -163,3 +164,45 @@ def test_a_damaged_line_is_an_error_that_names_the_file(tmp_path: Path, line: by
     file.write_bytes(line + b"\n" + file.read_bytes())
     with pytest.raises(DamagedError, match=r"run\.jsonl: unreadable event"):
         EventReader(tmp_path).new()
+
+
+def write_at(folder: Path, *times_s: float) -> None:
+    clock = iter(times_s)
+    with EventLog(folder, "trainer", now=lambda: next(clock)) as log:
+        for _ in times_s:
+            log.write(RunStarted(resumed=False))
+
+
+def replace_by(folder: Path, other: Path) -> None:
+    write_whole(folder / "trainer.jsonl", (other / "trainer.jsonl").read_bytes())
+
+
+@pytest.mark.parametrize("later", [(30.5,), (30.5, 31, 32.25, 33, 34)])
+def test_a_reader_goes_on_in_the_file_of_another_machine(tmp_path: Path, later: tuple[float, ...]) -> None:
+    """Regression: it read on in the middle of a line, and the supervisor of a run died of the damaged event."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    write_at(here, 1, 2, 3)
+    write_at(there, 1, 2, 3)
+    write_at(here, 14.125, 15, 16)  # not sent before the machine was lost
+    reader = EventReader(here)
+    assert len(reader.new()) == 6
+    write_at(there, *later)
+    replace_by(here, there)
+    assert [logged.at_s for logged in reader.new()] == list(later)
+    assert reader.new() == []
+    write_at(there, 40)
+    replace_by(here, there)
+    assert [logged.at_s for logged in reader.new()] == [40]
+
+
+def test_a_position_in_another_machines_file_goes_on_at_its_next_line(tmp_path: Path) -> None:
+    """Regression: the sinks of a restarted run died of half an event."""
+    write_at(tmp_path, 1, 2)
+    first, second = (placed.end for placed in EventReader(tmp_path).placed())
+    for position, expected in ((first, [2, 3]), (first + 5, [3]), (second + 500, [3])):
+        (tmp_path / "trainer.jsonl").unlink()
+        write_at(tmp_path, 1, 2)
+        reader = EventReader(tmp_path, offsets={"trainer.jsonl": position})
+        before = reader.new()
+        write_at(tmp_path, 3)
+        assert [logged.at_s for logged in [*before, *reader.new()]] == expected
