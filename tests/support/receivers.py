@@ -17,8 +17,13 @@ class Posted:
 
 
 @contextmanager
-def receiver(statuses: Sequence[int] = (200,), *, port: int = 0) -> Iterator[tuple[str, list[Posted]]]:
-    """A server that answers with these statuses, from the last one on always with that; its URL, and what came."""
+def receiver(
+    statuses: Sequence[int] = (200,), *, port: int = 0, location: str = ""
+) -> Iterator[tuple[str, list[Posted]]]:
+    """A server that answers with these statuses, from the last one on always with that; its URL, and what came.
+
+    ``location`` is where a redirect leads; a ``GET`` there succeeds.
+    """
     received: list[Posted] = []
 
     class Receiver(BaseHTTPRequestHandler):
@@ -26,6 +31,13 @@ def receiver(statuses: Sequence[int] = (200,), *, port: int = 0) -> Iterator[tup
             body = self.rfile.read(int(self.headers["Content-Length"]))
             received.append(Posted(path=self.path, headers=dict(self.headers), body=body))
             self.send_response(statuses[min(len(received), len(statuses)) - 1])
+            self.send_header("Content-Length", "0")
+            if location:
+                self.send_header("Location", location)
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
 

@@ -234,11 +234,22 @@ class AlertConfig(Section):
             raise ValueError(f"{where}: when = {error}") from None
         if ("webhook" in self.to) != bool(self.webhook):
             raise ValueError(f'{where}: to = ["webhook"] and webhook = "https://…" go together')
-        if self.webhook and not self.webhook.startswith("$"):
-            parts = urlsplit(self.webhook)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{where}: webhook is not a URL: expected https://HOST/PATH, or $NAME")
+        if self.webhook and not self.webhook.startswith("$") and not is_webhook_url(self.webhook):
+            raise ValueError(f"{where}: webhook is not a URL: expected https://HOST/PATH, or $NAME")
         return self
+
+
+def is_webhook_url(text: str) -> bool:
+    """True for a URL to which a webhook can be sent: ASCII without spaces and line ends."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and _is_plain(text)
+    except ValueError:  # a port that is no number, or a bracket without its other
+        return False
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def check_alerts(alerts: Sequence[AlertConfig]) -> None:

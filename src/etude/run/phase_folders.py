@@ -12,6 +12,7 @@ import errno
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -165,8 +166,9 @@ def place(target: Path, fill: Callable[[Path], None]) -> None:
     if target.exists():
         return
     for left in target.parent.glob(f"{target.name}.*{PARTIAL}"):
-        if time.time() - left.stat().st_mtime > LEFT_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process has renamed or removed it
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
     partial = target.with_name(f"{target.name}.{uuid4().hex}{PARTIAL}")  # each process its own
     partial.mkdir(parents=True)
     try:

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import cast, final
 
 from etude.closing import Closing
-from etude.config.log import SINKS, SinkConfig
+from etude.config.log import SINKS, SinkConfig, is_webhook_url
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, EtudeError
 from etude.fleet.specs import ETUDE, ProcessSpec
@@ -89,10 +89,18 @@ def check_log(config: RunConfig) -> None:
             raise ConfigError(
                 f"alerts: {alert.name!r} would never fire: only a judge with judge.kind = 'model' costs anything"
             )
-        if alert.webhook and not url_of(alert, os.environ):
+    check_webhooks(config)
+
+
+def check_webhooks(config: RunConfig) -> None:
+    """Raise :class:`~etude.errors.ConfigError` for a webhook whose environment variable has no URL."""
+    for alert in config.alerts:
+        url = url_of(alert, os.environ)
+        if alert.webhook and not is_webhook_url(url):  # the value may be secret: it is not named
+            fault = "it is not a URL" if url else "there is no such environment variable"
             raise ConfigError(
-                f"alerts: {alert.name!r} has webhook = {alert.webhook!r}, and there is no such environment variable: "
-                f"set it to the URL"
+                f"alerts: {alert.name!r} has webhook = {alert.webhook!r}, and {fault}: set it to https://HOST/PATH, "
+                f"without spaces and line ends"
             )
 
 
@@ -114,6 +122,7 @@ def run_sinks(folder: RunFolder) -> None:
     else:
         ending.set()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    check_webhooks(folder.config())
     if not feed_sinks(folder, ending, closing_s=CLOSING_S if is_beside else None):
         os._exit(0)  # a tracker's own threads may never end, and its exit handlers may wait for them
 

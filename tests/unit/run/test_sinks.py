@@ -15,7 +15,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.run import sinks
 from etude.run.folder import RunFolder
-from etude.run.sinks import SinksProcess, check_log, feed_sinks
+from etude.run.sinks import SinksProcess, check_log, feed_sinks, run_sinks
 from etude.run.working_folder import WORK_VARIABLE, create_run, open_run_folder
 from etude.telemetry.log import EventReader
 from etude.telemetry.tail import EventTail
@@ -59,6 +59,22 @@ def test_a_sink_whose_package_is_missing_is_refused_with_the_command(monkeypatch
 def test_an_alert_that_cannot_work_is_refused(rule: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_log(config(alerts=[{"name": "one", **rule}]))
+
+
+@pytest.mark.parametrize(
+    "url", ["example.com/hook", "https://example.com/a b", "https://example.com/secret\n", "http://"]
+)
+def test_an_alert_whose_variable_has_no_url_is_refused_without_its_value(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", url)
+    rule = {"name": "one", "when": "k3 > 1", "to": ["webhook"], "webhook": "$HOOK"}
+    with pytest.raises(ConfigError, match=r"webhook = '\$HOOK', and it is not a URL") as refused:
+        check_log(config(alerts=[rule]))
+    assert url not in str(refused.value)
+    folder = RunFolder.create(tmp_path / "run", config(alerts=[rule]))
+    with pytest.raises(ConfigError, match="not a URL"):
+        run_sinks(folder)
 
 
 def test_each_sink_and_each_rule_has_one_name() -> None:

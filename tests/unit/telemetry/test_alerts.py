@@ -1,6 +1,8 @@
 """Rules fire when they hold for long enough, resolve when they no longer do, and reach people and webhooks."""
 
 import json
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,52 @@ def test_a_webhook_is_told_of_both_ends_signed_and_once_after_a_restart(tmp_path
         ("tiny", "reward", False),
     ]
     assert all(posted.headers[SIGNATURE] == signature(posted.body, "secret") for posted in received)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirected_webhook_is_not_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setattr(alerts, "FIRST_PAUSE_S", 0.01)
+    with receiver([status], location="/elsewhere") as (url, received):
+        failed = webhook_failure(tmp_path, url)
+    assert [posted.path for posted in received] == ["/"] * TRIES
+    assert f"{status}" in failed.reason
+    assert "set webhook to the URL that it leads to" in failed.reason
+
+
+@pytest.mark.parametrize("url", ["secret", "http://127.0.0.1/a secret", "http://127.0.0.1:secret/"])
+def test_a_webhook_without_a_url_is_told_of_without_its_value(tmp_path: Path, url: str) -> None:
+    failed = webhook_failure(tmp_path, url)
+    assert "webhook is not a URL" in failed.reason
+    assert "secret" not in failed.reason
+
+
+def test_a_webhook_whose_answer_is_no_http_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alerts, "FIRST_PAUSE_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for _ in range(TRIES):
+                with server.accept()[0] as connection:
+                    connection.recv(65536)
+                    connection.sendall(b"220 mail.example ESMTP\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        failed = webhook_failure(tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+    assert "BadStatusLine" in failed.reason
+
+
+def webhook_failure(folder: Path, url: str) -> SinkFailed:
+    """The failure of a rule that fires once, with its webhook in an environment variable."""
+    rule = AlertConfig(name="reward", when="reward_mean < 0.2", to=("webhook",), webhook="$HOOK")
+    written: list[Event] = []
+    context = SinkContext(run="tiny", id="1", folder=folder, config={})
+    AlertSink([rule], context, written.append, {"HOOK": url}).emit(Logged(at_s=1.0, process="train", event=step(1)))
+    changed, failed = written
+    assert isinstance(changed, AlertChanged)
+    assert isinstance(failed, SinkFailed)
+    return failed
 
 
 def test_a_webhook_that_fails_is_tried_a_few_times_and_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,18 @@
 
 A webhook gets ``POST`` with JSON, ``{"run", "alert", "firing", "value", "summary", "at_s"}``, at most
 :data:`TRIES` times. Where there is a key, ``X-Etude-Signature: sha256=…`` is the HMAC-SHA256 of the body in hex.
+A redirect is not followed, since that would turn the ``POST`` into a ``GET``: it counts as a failure.
 """
 
 import hashlib
 import hmac
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from email.message import Message
+from http.client import HTTPException, InvalidURL
+from typing import IO, final
 
 import orjson
 
@@ -73,8 +77,7 @@ class AlertSink:
         headers = {"Content-Type": "application/json", "User-Agent": "etude"}
         if self._key:
             headers[SIGNATURE] = signature(body, self._key)
-        request = urllib.request.Request(self._urls[change.alert], data=body, headers=headers, method="POST")
-        error = _sent(request)
+        error = _sent(self._urls[change.alert], body, headers)
         if error:
             self._write(SinkFailed(sink=f"webhook of alert {change.alert!r}", reason=error, lost=1))
 
@@ -89,16 +92,33 @@ def signature(body: bytes, key: str) -> str:
     return f"sha256={hmac.new(key.encode(), body, hashlib.sha256).hexdigest()}"
 
 
-def _sent(request: urllib.request.Request) -> str:
+def _sent(url: str, body: bytes, headers: Mapping[str, str]) -> str:
     """Send a request; returns why it could not be sent, without the URL, which may be secret."""
     error, pause_s = "", FIRST_PAUSE_S
+    opener = urllib.request.build_opener(_RefuseRedirects)
     for attempt in range(TRIES):
         if attempt:
             time.sleep(pause_s)
             pause_s *= 2
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S):
+            request = urllib.request.Request(url, data=body, headers=dict(headers), method="POST")
+            with opener.open(request, timeout=TIMEOUT_S):
                 return ""
-        except OSError as trouble:  # any HTTP status from 400 on is one, too
+        except (ValueError, InvalidURL):  # their messages have the URL
+            return "webhook is not a URL: set it, or its environment variable, to https://HOST/PATH"
+        except urllib.error.HTTPError as status:
+            with status:
+                is_redirect = 300 <= status.code < 400
+                error = f"{status}{'; a redirect: set webhook to the URL that it leads to' if is_redirect else ''}"
+        except (OSError, HTTPException) as trouble:
             error = f"{type(trouble).__name__}: {trouble}"
     return error
+
+
+class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes an error of every redirect."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+    ) -> None:
+        """Follow none."""
