@@ -17,7 +17,7 @@ from typing import cast
 
 import aiohttp
 
-from etude.aio import gather_or_cancel
+from etude.aio import background_task, gather_or_cancel
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig, is_pass
 from etude.config.rollouts import HARNESSES, CommandOptions
