@@ -44,6 +44,7 @@ BROAD_EXCEPT_ALLOWED: dict[str, str] = {
     "src/etude/config/plugins.py": "somebody's own module may raise anything: it is named, as an error of the recipe",
     "src/etude/run/scoring.py": "somebody's own reward function may raise anything: its value is missing, logged",
     "src/etude/run/lending.py": "somebody's own production may raise anything: its machines are its own then",
+    "src/etude/run/fleet_state.py": "without this thread no change reaches a fleet: it reports and tries again",
     "src/etude/feedback/store.py": "of works that share a transaction one may raise anything: its owner gets it, alone",
     "src/etude/feedback/writer.py": "whatever opening the store raises is raised where the thread was started",
     "src/etude/cli/fork_server.py": "a forked process exits by itself: its traceback is printed, as Python does",

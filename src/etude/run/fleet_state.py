@@ -27,7 +27,7 @@ from threading import Thread
 from typing import final
 
 from etude.closing import Closing
-from etude.errors import InfrastructureError, RunFolderError
+from etude.errors import EtudeError, InfrastructureError, RunFolderError
 from etude.fleet.specs import ProcessStatus
 from etude.fleet.state import Desired, Observed
 from etude.objects import Objects
@@ -56,7 +56,7 @@ class FleetObjects:
 
     def generation(self) -> int:
         """The newest generation of desired state; 0 for none."""
-        return max((int(key.rpartition("/")[2]) for key in self.objects.list(DESIRED)), default=0)
+        return max(map(_number, self.objects.list(DESIRED)), default=0)
 
     def desired(self, generation: int) -> Desired:
         """The desired state of a generation. Raises :class:`~etude.errors.RunFolderError` if it is not valid."""
@@ -98,14 +98,14 @@ class FleetObjects:
 
     def observe(self, observed: Observed) -> None:
         """Store an observation and delete older ones."""
-        older = self.objects.list(OBSERVED)
-        number = int(older[-1].rpartition("/")[2]) + 1 if older else 1
+        older = [key for key in self.objects.list(OBSERVED) if _number(key)]
+        number = 1 + max(map(_number, older), default=0)
         if self.objects.put_if_absent(f"{OBSERVED}/{number:012d}", observed.dump()):
             self.objects.delete(*older)
 
     def observed(self) -> tuple[Observed, float] | None:
         """The newest observation, and its age in seconds by the storage's clock; ``None`` if there is none yet."""
-        entries = self.objects.entries(OBSERVED)
+        entries = [entry for entry in self.objects.entries(OBSERVED) if _number(entry.key)]
         data = self.objects.get(entries[-1].key) if entries else None
         if data is None:
             return None
@@ -207,7 +207,14 @@ class FleetState(Closing):
             try:
                 turn()
                 has_failed = False
-            except (InfrastructureError, RunFolderError) as error:
+            except Exception as error:  # the thread must go on: without it no change reaches the fleet
                 if not has_failed:
-                    logger.warning("the state of the fleet cannot be read: %s", error)
+                    is_known = isinstance(error, EtudeError)
+                    logger.warning("the state of the fleet cannot be read: %s", error, exc_info=not is_known)
                 has_failed = True
+
+
+def _number(key: str) -> int:
+    """The number in the name of an object; 0 for another object, which somebody else put there."""
+    name = key.rpartition("/")[2]
+    return int(name) if name.isdecimal() else 0

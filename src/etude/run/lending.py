@@ -208,8 +208,15 @@ class Lender(Closing):
                 self._notify(f"{word}: the machines of {', '.join(names)}{calls}")
 
     def _follow(self) -> None:
+        has_failed = False
         while not self._closed.wait(LOOK_S):
-            self.look(unix_s())
+            try:
+                self.look(unix_s())
+                has_failed = False
+            except Exception as error:  # noqa: BLE001  # the thread must go on: only it gives production its machines back
+                if not has_failed:
+                    self._notify(f"lending fails and is tried again: {type(error).__name__}: {error}")
+                has_failed = True
 
 
 @final

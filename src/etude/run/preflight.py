@@ -49,6 +49,7 @@ from etude.run.suite_trials import check_suites, trial_config
 from etude.run.task_families import open_demonstrations
 from etude.run.task_plan import open_tasks, plan_tasks
 from etude.storage import free_bytes
+from etude.tasks.corpora.texts import check_text
 from etude.tasks.verifiers.process import OPEN_TIMEOUT_S
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import call_support, load_format
@@ -215,6 +216,8 @@ def check_texts(config: RunConfig) -> None:
     for key, path in named.items():
         if not Path(path).exists():
             raise ConfigError(f"{key}: there is no {path!r} in {Path.cwd()}: correct the path, or remove the key")
+        if "'text:" in key:
+            check_text(Path(path))
 
 
 def first_tasks(config: RunConfig, family: TaskFamily) -> list[Task]:

@@ -134,11 +134,17 @@ class ReleaseProcess:
         table = routing_table(releases, self._config.canary_shares, self._table)
         if table is None or table is self._table:
             return
-        if self._tables.write(table):
+        is_written = self._tables.write(table)
+        if not is_written:
+            newest = self._tables.newest()
+            if newest is not None and newest.generation >= table.generation:
+                self._table = newest
+                return
+            table = self._tables.numbered_last(table)
+            is_written = self._tables.write(table)
+        if is_written:
             self._table = table
             logger.warning("routing table %d: %s", table.generation, _words(table))
-        else:
-            self._table = self._tables.newest()
 
     def _requests(self, releases: tuple[Release, ...]) -> ReleaseRequest | None:
         """Answer users' requests except a rollback, which is returned for the controller to decide."""

@@ -15,9 +15,10 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
 from etude.errors import InfrastructureError
@@ -37,6 +38,8 @@ FOLLOW_S = 0.1
 """Pause between two polls for the next table, which is part of the delay of a rollback."""
 LIST_LOOKS = 50
 """Number of polls for the next number before all tables are listed: a suspended reader may have missed many."""
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -79,18 +82,37 @@ class RoutingTables:
         self.objects.delete(*self.objects.list(ROUTING)[:-MOST_TABLES])
         return True
 
+    def numbered_last(self, table: RoutingTable) -> RoutingTable:
+        """The same table with the generation after all that exist: the object at its own is no table of this run, which
+        is reported.
+        """
+        logger.error(
+            "%s/%s is not a routing table of this run: look who wrote it, and remove it; the next table gets a later "
+            "number, which takes seconds longer to reach users",
+            self.objects.url,
+            _key(table.generation),
+        )
+        names = (key.rpartition("/")[2] for key in self.objects.list(ROUTING))
+        return replace(table, generation=1 + max(int(name) for name in names if name.isdecimal()))
+
     async def follow(self, receive: Callable[[RoutingTable], object]) -> None:
-        """Pass each new table to ``receive``, forever; nothing while the store is unavailable.
+        """Pass each new table to ``receive``, forever; nothing while the store is unavailable, which is reported.
 
         consumes: tables; produces: calls of ``receive``; waits for: the next one; woken by: its own polling; on
         shutdown: cancelled between two polls.
         """
         table: RoutingTable | None = None
+        is_away = False
         while True:
             try:
                 newer = await asyncio.to_thread(self.after, table)
-            except InfrastructureError:
-                newer = None
+                if is_away:
+                    logger.warning("routing tables can be read again")
+                is_away = False
+            except InfrastructureError as error:
+                if not is_away:
+                    logger.warning("routing tables cannot be read now, so the last one stays in use: %s", error)
+                newer, is_away = None, True
             if newer is None:
                 await asyncio.sleep(FOLLOW_S)
             else:

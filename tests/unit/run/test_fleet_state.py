@@ -13,9 +13,11 @@ from etude.errors import InfrastructureError, RunFolderError
 from etude.fleet.specs import ProcessStatus
 from etude.fleet.state import Desired, Observed, lasting_changes
 from etude.objects import ObjectStore
+from etude.run import fleet_state
 from etude.run.fleet_plan import plan_loop
 from etude.run.fleet_state import FleetObjects, FleetState
 from faulty_store import Failure, FaultyStore
+from waiting import wait_until
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "fleet" / "thousand-machines.toml"
 SEEN = Observed(generation=1, host="m", statuses={"serve": ProcessStatus(incarnation="a", pid=1, memory_bytes=5)})
@@ -75,6 +77,25 @@ def test_a_region_that_is_cut_off_begins_with_its_copy_and_follows_when_it_is_ba
     successor.follow_desired()
     assert successor.changed() == desired(101)
     assert own.generation() == 2
+
+
+def test_stray_objects_stop_no_follower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with a stray object in the store, the supervisor never saw a change or a drained process again."""
+    monkeypatch.setattr(fleet_state, "FOLLOW_S", 0.01)
+    store = FaultyStore(ObjectStore("memory://"))
+    for key in ("desired/notes.txt", "observed/x.tmp", "observed/zz"):
+        store.put_if_absent(key, b"")
+    own = objects(store)
+    with FleetState(own) as state:
+        state.report(SEEN.statuses)
+        state.start()
+        own.declare(desired(100))
+        own.drain("serve-1")
+        wait_until(lambda: state.desired == desired(100) and state.drained == {"serve-1"})
+        wait_until(lambda: own.observed() is not None)
+    seen = own.observed()
+    assert seen is not None and seen[0].statuses == SEEN.statuses
+    assert store.exists("observed/x.tmp")
 
 
 def test_observed_state_is_written_when_something_changed() -> None:

@@ -184,6 +184,20 @@ def test_a_production_whose_own_code_fails_has_its_machines(tmp_path: Path) -> N
     assert messages == [f"{trouble}; production keeps its machines until it answers"]
 
 
+def test_lending_goes_on_after_an_error_of_any_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the thread ended, and production never got its machines back."""
+    monkeypatch.setattr("etude.run.lending.LOOK_S", 0.01)
+    production, messages = Scripted(), list[str]()
+    good, production.load_now = production.load_now, "many calls"  # type: ignore[assignment]  # somebody else's code
+    with Lender(lending("http://unread"), ["serve-1"], production, tmp_path / "f.json", messages.append) as lender:
+        lender.start()
+        wait_until(lambda: messages != [])
+        production.load_now = good
+        wait_until(lambda: lender.withheld == set())
+    assert messages[0].startswith("lending fails and is tried again: AttributeError")
+    assert messages[1:] == ["lent: the machines of serve-1: production has 0 calls"]
+
+
 def test_a_fleet_that_cannot_lend_is_refused() -> None:
     with pytest.raises(ValueError, match=r"regions\.lending: metrics is empty"):
         LendingConfig(places=8)

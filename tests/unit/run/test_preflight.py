@@ -243,6 +243,12 @@ def test_a_family_is_opened_once_and_the_grader_of_its_tasks_looked_for(
         list(check_ready(load_recipe(tmp_path, [*settings, near]), tmp_path / "run"))
 
 
+def test_a_corpus_that_is_no_text_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n")
+    with pytest.raises(ConfigError, match=r"image\.png is not text in UTF-8, from byte 0 on"):
+        check_texts(default_recipe([f"midtrain.mixture={{'text:{tmp_path}' = 1.0}}"]))
+
+
 @pytest.mark.parametrize(
     ("setting", "key"),
     [("sft.file=nowhere.jsonl", "sft.file"), ("midtrain.mixture={'text:nowhere' = 1.0}", "midtrain.mixture")],

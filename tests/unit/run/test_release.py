@@ -23,7 +23,7 @@ from etude.routing_table import RoutingTable
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
 from etude.run.release import ReleaseProcess
-from etude.run.routing_tables import RoutingTables
+from etude.run.routing_tables import LIST_LOOKS, ROUTING, RoutingTables
 from etude.run.weight_log import open_log
 from etude.weights.publish import Publisher
 from etude.weights.tensors import to_stored
@@ -127,6 +127,21 @@ def test_a_version_goes_to_users_and_back_though_the_process_dies_all_the_time(
         ledger.commit_step(1)
     with closing(ReleaseStore.open(run.ledger)) as store:
         assert store.loads() == LoadFacts(version=1)
+
+
+def test_an_object_that_is_no_table_does_not_stop_a_rollback(run: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the table could never be written, silently, while the ledger said that the version was taken back."""
+    publish(run, 0)
+    before = look(run, 4)
+    assert before is not None
+    tables = RoutingTables.open(run)
+    tables.objects.put_if_absent(f"{ROUTING}/{before.generation + 1:012d}", b"half a ta")
+    publish(run, 1)
+    table = look(run, 4)
+    assert table is not None and table.canary is not None
+    assert table.generation == before.generation + 2
+    assert "000000000002 is not a routing table of this run: look who wrote it, and remove it" in caplog.text
+    assert table in [tables.after(before) for _ in range(LIST_LOOKS)]
 
 
 def test_a_move_without_its_table_is_made_good(run: RunFolder) -> None:

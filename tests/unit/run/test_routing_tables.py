@@ -1,9 +1,16 @@
 """Routing tables in a store: one of two writers wins, and an object that no process of the run wrote is rejected."""
 
+import asyncio
+
+import pytest
+
+from etude.aio import background_task
 from etude.gateway.routing.shadow import ShadowCall
 from etude.objects import ObjectStore
 from etude.routing_table import LIVE, Arm, RoutingTable
 from etude.run.routing_tables import LIST_LOOKS, ROUTING, RoutingTables
+from faulty_store import Failure, FaultyStore
+from waiting import until
 
 
 def table(generation: int, digest: str = "d") -> RoutingTable:
@@ -37,6 +44,25 @@ def test_a_table_without_the_key_of_the_run_routes_no_user() -> None:
     store.put_if_absent(f"{ROUTING}/zzz", b"")
     assert tables.newest() == table(1)
     assert tables.after(table(1)) is None
+
+
+def test_a_follower_tells_once_that_tables_cannot_be_read_and_once_that_they_can(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = FaultyStore(ObjectStore("memory://"))
+    RoutingTables(store, "key").write(table(1))
+    received: list[RoutingTable] = []
+
+    async def follow() -> None:
+        async with background_task(RoutingTables(store, "key").follow(received.append)):
+            await until(lambda: received == [table(1)])
+
+    store.fail(dict.fromkeys(range(3), Failure.REFUSED))
+    asyncio.run(follow())
+    assert [record.message.partition(",")[0] for record in caplog.records] == [
+        "routing tables cannot be read now",
+        "routing tables can be read again",
+    ]
 
 
 def test_shadow_calls_are_read_once() -> None:

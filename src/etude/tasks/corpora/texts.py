@@ -4,6 +4,7 @@ Owns the tokenisation of plain text, the hold-out of whole files, and the order 
 memory, so a folder may be larger than memory.
 """
 
+import codecs
 import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from etude.types import Document, Ids, Split
 
 MAX_TAIL_BYTES = 3
 """Largest number of bytes after the first byte of a UTF-8 character."""
+CHECKED_BYTES = 16 * 2**20
+"""Bytes at the beginning of each file that are checked before a run starts: what is no text shows it there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,10 @@ class PlainText:
 
 @final
 class TextFiles:
-    """The chunks of a text file, or of all files below a folder, reshuffled every epoch."""
+    """The chunks of a text file, or of all files below a folder, reshuffled every epoch.
+
+    Hidden files and folders, whose names begin with a dot, are left out.
+    """
 
     def __init__(self, path: Path, text: PlainText, side: Side, *, chunk_bytes: int) -> None:
         """Files are held out whole, by the hashes of their names; a single file is not held out.
@@ -68,7 +74,10 @@ class TextFiles:
         return self._ends[-1] if self._ends else 0
 
     def document(self, index: int) -> Document:
-        """One chunk; only the first chunk of a file begins with the opening ids."""
+        """One chunk; only the first chunk of a file begins with the opening ids.
+
+        Raises :class:`~etude.errors.ConfigError` if it is not UTF-8.
+        """
         chunk = shuffled(self.identity, index, self.size)
         file = bisect_right(self._ends, chunk)
         number = chunk - (self._ends[file - 1] if file else 0)
@@ -80,7 +89,32 @@ class TextFiles:
         with file.open("rb") as stream:
             stream.seek(number * self._chunk_bytes)
             read = stream.read(self._chunk_bytes + MAX_TAIL_BYTES)
-        return read[_tail(read) : self._chunk_bytes + _tail(read[self._chunk_bytes :])].decode("utf-8", "replace")
+        start = _tail(read) if number else 0
+        try:
+            return read[start : self._chunk_bytes + _tail(read[self._chunk_bytes :])].decode()
+        except UnicodeDecodeError as error:
+            raise _not_text(file, number * self._chunk_bytes + start + error.start) from error
+
+
+def check_text(path: Path) -> None:
+    """Check that a text file, or all files below a folder, begin with UTF-8: :data:`CHECKED_BYTES` of each.
+
+    Raises :class:`~etude.errors.ConfigError` with the file and the offset.
+    """
+    for file in _files(path):
+        with file.open("rb") as stream:
+            read = stream.read(CHECKED_BYTES)
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(read, final=len(read) < CHECKED_BYTES)
+        except UnicodeDecodeError as error:
+            raise _not_text(file, error.start) from error
+
+
+def _not_text(file: Path, offset: int) -> ConfigError:
+    return ConfigError(
+        f"{file} is not text in UTF-8, from byte {offset} on: convert it, move it out of the folder, or let its name "
+        f"begin with a dot, which leaves it out"
+    )
 
 
 def _tail(read: bytes) -> int:
@@ -91,7 +125,13 @@ def _tail(read: bytes) -> int:
 def _files(path: Path) -> Sequence[Path]:
     if not path.exists():
         raise ConfigError(f"text:{path}: there is no such file or folder in {Path.cwd()}")
-    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
+
+
+def _is_hidden(file: Path) -> bool:
+    return any(part.startswith(".") for part in file.parts)
 
 
 def _is_on_side(file: Path, path: Path, side: Side) -> bool:

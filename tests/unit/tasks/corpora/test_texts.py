@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError
 from etude.tasks.corpora.mixture import Side
-from etude.tasks.corpora.texts import PlainText, TextFiles
+from etude.tasks.corpora.texts import PlainText, TextFiles, check_text
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
 
 CHAT = ChatTemplate.train(["some words to learn from"], 300)
 TEXT = PlainText(CHAT)
 TRAIN, HELDOUT = Side(seed=0, one_in=4), Side(split=Split.HELDOUT, seed=0, one_in=4)
+ALL = Side(seed=0, one_in=10**9)
+"""A side that has every file."""
 
 
 def read(files: TextFiles, epoch: int = 0) -> list[str]:
@@ -58,6 +60,32 @@ def test_every_epoch_has_another_order(tmp_path: Path) -> None:
     files = TextFiles(tmp_path / "a.txt", TEXT, TRAIN, chunk_bytes=64)
     assert sorted(read(files)) == sorted(read(files, 1))
     assert read(files) != read(files, 1)
+
+
+def test_a_file_that_is_no_text_is_refused_with_its_name_and_the_place(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 150 + "é".encode("latin-1") + b"x" * 9)
+    files = TextFiles(tmp_path, TEXT, ALL, chunk_bytes=64)
+    with pytest.raises(ConfigError, match=r"a\.txt is not text in UTF-8, from byte 150 on"):
+        read(files)
+    with pytest.raises(ConfigError, match=r"a\.txt is not text in UTF-8, from byte 150 on: convert it"):
+        check_text(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"\x80 begins in the middle of a character")
+    with pytest.raises(ConfigError, match="from byte 0 on"):
+        read(TextFiles(tmp_path, TEXT, ALL, chunk_bytes=64))
+    with pytest.raises(ConfigError, match="from byte 0 on"):
+        check_text(tmp_path / "a.txt")
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / ".git" / "objects").mkdir(parents=True)
+    (tmp_path / ".git" / "objects" / "pack").write_bytes(b"\xff\xfe")
+    (tmp_path / ".DS_Store").write_bytes(b"\xff")
+    (tmp_path / "a.txt").write_text("words")
+    check_text(tmp_path)
+    assert read(TextFiles(tmp_path, TEXT, ALL, chunk_bytes=64)) == ["words"]
+    check_text(tmp_path / "a.txt")
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        check_text(tmp_path / ".DS_Store")  # named by itself
 
 
 def test_a_missing_or_empty_folder_is_refused(tmp_path: Path) -> None:
