@@ -224,8 +224,10 @@ def _imitation_row(run: RunMetrics, phase: str) -> Row:
     if not timeline:
         return name, Bar(0.0), Text(PREPARES, DIM) if run.phase == phase else _missing()
     now = timeline[-1].event
+    losses = {"loss": now.loss, "action": now.action_loss}
     words = _words(
-        f"loss {now.loss:.3f}", f"action {now.action_loss:.3f}", f"{formatting.brief(now.tokens_per_s)} tokens/s"
+        *(f"{name} {value:.3f}" for name, value in losses.items() if value is not None),
+        f"{formatting.brief(now.tokens_per_s)} tokens/s",
     )
     if run.phase == phase and now.tokens_per_s > 0:
         left_s = (now.steps - now.step) * now.tokens / max(now.step, 1) / now.tokens_per_s

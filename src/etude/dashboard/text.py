@@ -222,10 +222,8 @@ def _imitation_progress(run: RunMetrics, config: RunConfig, phase: str) -> str:
     if not run.imitation.get(phase):
         return f"{phase}: {PREPARES}"
     progress = run.imitation[phase][-1].event
-    return (
-        f"{phase}: step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, "
-        f"{progress.tokens_per_s:,.0f} tokens/s"
-    )
+    loss = "" if progress.loss is None else f"loss {progress.loss:.3f}, "
+    return f"{phase}: step {progress.step}/{progress.steps}, {loss}{progress.tokens_per_s:,.0f} tokens/s"
 
 
 def _tries(run: RunMetrics, config: RunConfig, label: str) -> str:

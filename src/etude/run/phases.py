@@ -289,7 +289,7 @@ class PhaseProcess(Closing):
                 step=step,
                 tokens=self._tokens,
                 loss=mean,
-                action_loss=_or_zero(sum(losses.values(), Loss()).action_mean),
+                action_loss=_finite(sum(losses.values(), Loss()).action_mean),
                 sources={name: loss.mean for name, loss in losses.items()},
             )
         )
@@ -302,8 +302,8 @@ class PhaseProcess(Closing):
                 step=step,
                 steps=self._steps,
                 tokens=self._tokens,
-                loss=_or_zero(recent.mean),
-                action_loss=_or_zero(recent.action_mean),
+                loss=_finite(recent.mean),
+                action_loss=_finite(recent.action_mean),
                 tokens_per_s=recent.tokens / seconds,
             )
         )
@@ -350,13 +350,13 @@ class PhaseProcess(Closing):
                 phase=record.phase,
                 steps=record.steps,
                 tokens=record.tokens,
-                loss=loss or 0.0,
+                loss=loss,
                 digest=record.digest,
                 parent=record.parent,
             )
         )
 
 
-def _or_zero(value: float) -> float:
-    """Replace NaN, which JSON does not have, by 0."""
-    return 0.0 if math.isnan(value) else value
+def _finite(value: float) -> float | None:
+    """A mean; ``None`` for NaN, that of no token."""
+    return None if math.isnan(value) else value

@@ -6,6 +6,7 @@
 The publisher owns the content and the upload; this module decides when the trainer may continue.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
@@ -14,6 +15,7 @@ from typing import Self, final
 
 from torch import Tensor
 
+from etude.errors import EtudeError, trace_of
 from etude.telemetry.events import WeightsPublished
 from etude.telemetry.log import EventLog
 from etude.weights.log import WeightLog
@@ -23,6 +25,8 @@ from etude.weights.tensors import to_stored
 
 MEANWHILE_S = 1.0
 """Interval at which a wait for a version does other work."""
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -38,6 +42,7 @@ class WeightPublishing:
         self._blocked_s = 0.0
         self._state_bytes = 0
         self._publication: Publication | None = None
+        self._told: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -85,6 +90,7 @@ class WeightPublishing:
             meanwhile()
         record = self._publication.result()
         self._blocked_s += time.perf_counter() - waiting_s
+        self._tell_failures()
         ended_s = self._ended_s or time.perf_counter()  # a waiter may wake before the end is recorded
         self._publication = None
         self._events.write(
@@ -99,6 +105,14 @@ class WeightPublishing:
             )
         )
         return record.version
+
+    def _tell_failures(self) -> None:
+        """Log what publishing does not wait for and went wrong, each kind of error once."""
+        for error in self._publisher.take_failures():
+            if (kind := type(error).__name__) not in self._told:
+                self._told.add(kind)
+                words = str(error) if isinstance(error, EtudeError) else trace_of(error)
+                logger.warning("a version is published, but no short way to it for new readers: %s (told once)", words)
 
     def _note_end(self, _record: object) -> None:
         self._ended_s = time.perf_counter()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from etude.closing import Closing
 from etude.config.recipe import RunConfig
-from etude.errors import DamagedError, EtudeError
+from etude.errors import DamagedError, EtudeError, trace_of
 from etude.ledger.changes import LIVE, TRAIN
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
@@ -166,6 +166,7 @@ class StepCommits(Closing):
         if self._sweeping is None or self._sweeping.done():
             self._swept_s = time.monotonic()
             self._sweeping = self._sweeper.submit(sweep_payloads, self.folder, self.copies.restorable)
+            self._sweeping.add_done_callback(_log_failure)
 
     def remember_policy(self, version: int, model: CausalModel) -> None:
         """Keep the policy's weights as ``version``: those of ``model``, or with several ranks each rank's part."""
@@ -175,6 +176,11 @@ class StepCommits(Closing):
         """Keep the weights of a version if anything is scored with them again."""
         if self.probe is not None:
             self.probe.remember(version, state)
+
+
+def _log_failure(sweeping: Future[None]) -> None:
+    if (error := sweeping.exception()) is not None:
+        logger.error("unreferenced payloads are not removed: %s", trace_of(error))
 
 
 def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:

@@ -48,10 +48,10 @@ class ImitationProgress:
     step: int
     steps: int
     tokens: int
-    loss: float
-    """Weighted as in training."""
-    action_loss: float
-    """Loss on the tokens that an agent wrote; 0 if there were none."""
+    loss: float | None
+    """Weighted as in training; ``None`` if no token had a weight."""
+    action_loss: float | None
+    """Loss on the tokens that an agent wrote; ``None`` if there were none."""
     tokens_per_s: float
 
 
@@ -66,7 +66,8 @@ class HeldoutLoss:
     """Tokens read in the phase so far."""
     loss: float
     """Mean over sources, weighted by their shares of the whole phase."""
-    action_loss: float
+    action_loss: float | None
+    """Loss on the tokens that an agent wrote; ``None`` if there are none."""
     sources: dict[str, float] = field(default_factory=dict)
     """Source → its loss, with tokens weighted as in training."""
 
@@ -78,8 +79,8 @@ class PhaseEnded:
     phase: str
     steps: int
     tokens: int
-    loss: float
-    """Held-out loss at its end; 0 if not measured."""
+    loss: float | None
+    """Held-out loss at its end; ``None`` if not measured."""
     digest: str
     """Digest of the final weights."""
     parent: str

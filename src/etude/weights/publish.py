@@ -12,6 +12,7 @@ the whole state: of a trainer on several ranks, the one that gathers it.
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -21,7 +22,7 @@ from typing import final
 
 from etude import clock
 from etude.closing import Closing
-from etude.errors import DamagedError, EtudeError, FencedError, InfrastructureError, UserError
+from etude.errors import DamagedError, FencedError, InfrastructureError, UserError
 from etude.types import WeightPack, WeightVersion
 from etude.weights.chunks import CHUNK_NUMBERS, Chunk, Layout
 from etude.weights.codecs.codec import Codec
@@ -118,7 +119,7 @@ class Publisher(Closing):
         self._follow_ups = ThreadPoolExecutor(1, "compact")
         self._pending: list[Future[None]] = []
         self._owed: list[int] = []
-        self._failed: list[BaseException] = []
+        self._failed: deque[BaseException] = deque(maxlen=MOST_FOLLOW_UPS)
 
     def close(self) -> None:
         """Finish what is under way and stop all threads."""
@@ -156,9 +157,15 @@ class Publisher(Closing):
         self._compact(len(self._owed))
         pending, self._pending = self._pending, []
         wait(pending)
-        failed, self._failed = [*self._failed, *filter(None, (one.exception() for one in pending))], []
-        if failed:
-            raise failed[0]
+        self._failed.extend(filter(None, (one.exception() for one in pending)))
+        for error in self.take_failures():
+            raise error
+
+    def take_failures(self) -> list[BaseException]:
+        """The errors of links and anchors since the last call. Without these readers have a longer way, and old
+        versions cannot be deleted.
+        """
+        return [self._failed.popleft() for _ in range(len(self._failed))]
 
     def _run(self, publication: Publication, state: State, step: int, recipe: str) -> None:
         try:
@@ -168,7 +175,11 @@ class Publisher(Closing):
             publication.record.set_exception(error)
             raise
         publication.record.set_result(record)
-        self._follow_up(record)
+        try:
+            self._follow_up(record)
+        except BaseException as error:
+            self._failed.append(error)
+            raise
 
     def _publish(self, publication: Publication, state: State, step: int, recipe: str) -> WeightVersion:
         """Packs, then the record; when either fails the replica goes back to where it was."""
@@ -299,7 +310,7 @@ class Publisher(Closing):
     def _follow_up(self, record: WeightVersion) -> None:
         """Give readers shorter ways to ``record``; a commit does not wait for them, nor fail with them."""
         done = [future for future in self._pending if future.done()]
-        self._failed = [*self._failed, *filter(None, (one.exception() for one in done))][:MOST_FOLLOW_UPS]
+        self._failed.extend(filter(None, (one.exception() for one in done)))
         self._pending = [future for future in self._pending if not future.done()]
         links = ladder(record.version) if self._options.compact else []
         is_long = len(links) > 1
@@ -308,10 +319,7 @@ class Publisher(Closing):
         self._compact(max(MOST_FOLLOW_UPS - len(self._pending), int(is_long)))
         every = self._options.anchor_every
         if every and record.base is not None and needs_anchor(record.version, every):
-            try:
-                self._write_anchor(record)
-            except EtudeError as error:
-                self._failed.append(error)
+            self._write_anchor(record)
 
     def _compact(self, most: int) -> None:
         """Start to write the merged links of versions that still have none."""

@@ -8,7 +8,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event as TensorboardEvent
 
 from etude.config.log import TensorboardOptions
-from etude.telemetry.events import Logged
+from etude.telemetry.events import HeldoutLoss, ImitationProgress, Logged
 from etude.telemetry.log import EventReader
 from etude.telemetry.public import HIDDEN, public
 from etude.telemetry.sinks.sink import SinkContext
@@ -88,6 +88,21 @@ def test_a_tracker_gets_curves_tables_lineage_texts_and_the_report(tmp_path: Pat
         ("rollouts/train/1", 1): "<script>rollout0",
     }
     assert (tracker.files, tracker.closed) == ([context.report], True)
+
+
+def test_a_loss_that_was_not_measured_is_no_point(tmp_path: Path) -> None:
+    """Regression: it was sent as 0, the best possible loss."""
+    tracker = Recorded()
+    sink = TrackerSink(tracker, context_of(tmp_path))
+    progress = ImitationProgress(
+        phase="midtrain", step=5, steps=9, tokens=10, loss=2.0, action_loss=None, tokens_per_s=1.0
+    )
+    for event in (progress, HeldoutLoss(phase="midtrain", step=5, tokens=10, loss=2.5, action_loss=None)):
+        sink.emit(Logged(at_s=1.0, process="midtrain", event=event))
+    assert [sorted(values) for _, _, values in tracker.points] == [
+        ["midtrain/loss", "midtrain/tokens", "midtrain/tokens_per_s"],
+        ["heldout/midtrain_loss"],
+    ]
 
 
 def test_a_step_that_is_done_again_is_sent_once_also_after_a_restart(tmp_path: Path) -> None:

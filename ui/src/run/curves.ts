@@ -29,8 +29,8 @@ export type Way = "sampled" | "greedy";
 
 export interface Loss {
   readonly step: number;
-  readonly loss: number;
-  readonly action_loss: number;
+  readonly loss: number | null;
+  readonly action_loss: number | null;
 }
 
 export interface CurvesData {
@@ -44,7 +44,7 @@ export interface CurvesData {
   readonly losses: readonly (Loss & { readonly phase: string })[];
   readonly imitation: Readonly<Record<string, readonly Loss[]>>;
   readonly phases: readonly { readonly at_s: number; readonly phase: string }[];
-  readonly lineage: readonly { readonly phase: string; readonly steps: number; readonly tokens: number; readonly loss: number; readonly digest: string }[];
+  readonly lineage: readonly { readonly phase: string; readonly steps: number; readonly tokens: number; readonly loss: number | null; readonly digest: string }[];
 }
 
 /** Add steps that came since; an answer with another revision, or since −1, is the whole. */

@@ -39,7 +39,7 @@ export function Phases({ data, updatedS, isAlive }: { data: CurvesData; updatedS
               <b>{phase}</b> {duration(seconds)}
               {ended && (
                 <span title={`weights ${ended.digest}`}>
-                  {` · ${brief(ended.tokens)} tokens${ended.loss > 0 ? `, loss ${decimal(ended.loss)}` : ""}, weights ${ended.digest.slice(0, 8)}`}
+                  {` · ${brief(ended.tokens)} tokens${ended.loss !== null ? `, loss ${decimal(ended.loss)}` : ""}, weights ${ended.digest.slice(0, 8)}`}
                 </span>
               )}
             </li>
@@ -71,7 +71,7 @@ function lossCurves(data: CurvesData, phase: string): Curve[] {
   const rows = data.imitation[phase] ?? [];
   const heldout = data.losses.filter((each) => each.phase === phase);
   const curve = (name: string, tone: Curve["tone"], of: readonly Loss[], key: "loss" | "action_loss"): Curve => ({ name, tone, x: of.map((each) => each.step), y: of.map((each) => each[key]) });
-  const actions = rows.some((each) => each.action_loss > 0) ? [curve("actions", 1, rows, "action_loss")] : [];
+  const actions = rows.some((each) => each.action_loss !== null) ? [curve("actions", 1, rows, "action_loss")] : [];
   const measured = heldout.length > 0 ? [{ ...curve("held out", "side", heldout, "loss"), style: "points" as const }] : [];
   return [...measured, ...actions, curve("all text", "main", rows, "loss")];
 }

@@ -88,7 +88,9 @@ class TrackerSink:
                 self._once("train", step.step, lambda: self._send_step(step, event.at_s))
             case ImitationProgress() as progress:
                 values = {name: getattr(progress, name) for name in ("loss", "action_loss", "tokens", "tokens_per_s")}
-                curves = {f"{progress.phase}/{name}": float(value) for name, value in values.items()}
+                curves = {
+                    f"{progress.phase}/{name}": float(value) for name, value in values.items() if value is not None
+                }
                 send = lambda: self._tracker.log(f"{progress.phase}/step", progress.step, event.at_s, curves)  # noqa: E731
                 self._once(progress.phase, progress.step, send)
             case HeldoutLoss() as heldout:
@@ -141,7 +143,7 @@ class TrackerSink:
 
     def _send_loss(self, heldout: HeldoutLoss, at_s: float) -> None:
         values = {"loss": heldout.loss, "action_loss": heldout.action_loss}
-        curves = {f"heldout/{heldout.phase}_{name}": value for name, value in values.items()}
+        curves = {f"heldout/{heldout.phase}_{name}": value for name, value in values.items() if value is not None}
         self._tracker.log(f"{heldout.phase}/step", heldout.step, at_s, curves)
 
     def _send_eval(self, done: EvalDone, at_s: float) -> None:
