@@ -23,6 +23,7 @@ from etude.tasks.harbor.family import read_tasks
 from etude.telemetry.events import ProcessStarted
 from etude.telemetry.log import EventReader
 from harbor_folders import write_folder
+from smalldisk import fill, small_disk
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 QUICKSTART = RECIPES / "quickstart"
@@ -130,11 +131,11 @@ def test_an_unwritable_folder_is_named(capsys: pytest.CaptureFixture[str], tmp_p
     assert "file/run" in fail(capsys, "run", QUICKSTART, "--out", tmp_path / "file" / "run")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
 def test_a_full_disk_is_a_failure_with_a_fix(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", load_recipe(QUICKSTART))
-    (folder.path / "endpoints.json").symlink_to("/dev/full")
-    assert main(["run", "--resume", str(folder.path)]) == 4
+    with small_disk(tmp_path / "disk") as disk:
+        folder = RunFolder.create(disk / "run", load_recipe(QUICKSTART), ledger=str(tmp_path / "ledger.db"))
+        fill(disk)
+        assert main(["run", "--resume", str(folder.path)]) == 4
     text = capsys.readouterr().err
     assert f"No space left on device; {folder.path} has " in text
     assert "make room" in text

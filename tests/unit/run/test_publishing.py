@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from etude.objects import ObjectStore
 from etude.run.publishing import WeightPublishing
 from etude.telemetry.log import EventLog
 from etude.weights.log import WeightLog
-from etude.weights.tensors import to_tensors
-from synthetic_updates import synthetic_version
 
 LATER = 64
 """Versions by which the failed link of version 4 must have been told."""
@@ -28,7 +27,7 @@ def test_a_link_that_cannot_be_stored_is_told_once_and_publishing_goes_on(
     ):
 
         def publish(version: int) -> None:
-            publishing.start(to_tensors(synthetic_version(version)), version)
+            publishing.start({"weight": torch.arange(64.0) + version}, version)
             publishing.release()
             assert publishing.land() == version
 
