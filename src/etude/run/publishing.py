@@ -42,7 +42,7 @@ class WeightPublishing:
         self._blocked_s = 0.0
         self._state_bytes = 0
         self._publication: Publication | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -109,10 +109,10 @@ class WeightPublishing:
     def _tell_failures(self) -> None:
         """Log what publishing does not wait for and went wrong, each kind of error once."""
         for error in self._publisher.take_failures():
-            if (kind := type(error).__name__) not in self._told:
-                self._told.add(kind)
+            if (kind := type(error).__name__) not in self._logged:
+                self._logged.add(kind)
                 words = str(error) if isinstance(error, EtudeError) else trace_of(error)
-                logger.warning("a version is published, but no short way to it for new readers: %s (told once)", words)
+                logger.warning("a version has no short way for new readers: %s (logged once)", words)
 
     def _note_end(self, _record: object) -> None:
         self._ended_s = time.perf_counter()

@@ -120,7 +120,8 @@ class ExportedValues:
             case StepDone() as done:
                 self._step(done)
             case ImitationProgress() as progress:
-                self._set("etude_imitation_loss", progress.loss, progress.phase)
+                if progress.loss is not None:
+                    self._set("etude_imitation_loss", progress.loss, progress.phase)
             case EvalDone() as done:
                 self._set("etude_heldout_pass", done.sampled_pass, done.label, "sampled")
                 self._set("etude_heldout_pass", done.greedy_pass, done.label, "greedy")

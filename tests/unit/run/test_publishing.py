@@ -1,4 +1,4 @@
-"""Publishing a model's weights: what it does not wait for is told when it fails."""
+"""Publishing a model's weights: what it does not wait for is published when it fails."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from etude.telemetry.log import EventLog
 from etude.weights.log import WeightLog
 
 LATER = 64
-"""Versions by which the failed link of version 4 must have been told."""
+"""Versions by which the failed link of version 4 must have been reported."""
 
 
-def test_a_link_that_cannot_be_stored_is_told_once_and_publishing_goes_on(
+def test_a_link_that_cannot_be_stored_is_logged_once_and_publishing_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: nobody read the error, and new readers got a longer way with each version."""
@@ -31,12 +31,12 @@ def test_a_link_that_cannot_be_stored_is_told_once_and_publishing_goes_on(
             publishing.release()
             assert publishing.land() == version
 
-        told = 0
+        published = 0
         while not caplog.records:
-            assert told <= LATER
-            publish(told)
-            told += 1
-        for version in range(told, told + 9):
+            assert published <= LATER
+            publish(published)
+            published += 1
+        for version in range(published, published + 9):
             publish(version)
     (record,) = caplog.records
-    assert "no short way to it for new readers" in record.getMessage()
+    assert "no short way for new readers" in record.getMessage()
