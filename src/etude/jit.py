@@ -1,8 +1,7 @@
 """Compilation of loops with numba: at memory speed, on any processor, without a C compiler.
 
 Owns how kernels are compiled, where the machine code is kept between processes, and that processes store it one at a
-time. What is computed is written where it
-belongs: ``weights/`` for deltas, ``models/kernels/`` for arithmetic.
+time. What is computed is written where it belongs: ``weights/`` for deltas, ``models/kernels/`` for arithmetic.
 """
 
 import fcntl

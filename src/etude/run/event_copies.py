@@ -11,7 +11,6 @@ content of events.
 
 import contextlib
 import logging
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from threading import Lock
 from typing import BinaryIO, final
 
 from etude.closing import Closing
-from etude.errors import DamagedError, EtudeError
+from etude.errors import DamagedError, EtudeError, RunFolderError
 from etude.fsync import write_whole
 from etude.objects import Objects
-from etude.run.folder import try_lock
+from etude.run.folder import RunFolder, exclusive
 from etude.run.rounds import Rounds
 
 MOST_BYTES = 4 << 20
@@ -137,19 +136,14 @@ def fetch_events(objects: Objects, folder: Path, process: str = "") -> None:
         missing = segments[len(shipped) :]
         if missing:
             whole = local[: shipped[-1].end if shipped else 0] + b"".join(_read(objects, missing))
-            _replace(file, len(local), whole, folder.parent / f".{name}.lock")
+            _replace(file, len(local), whole)
 
 
-def _replace(file: Path, size_bytes: int, data: bytes, lock: Path) -> None:
-    """Replace a file, unless it has not that size any more or its process runs: it would write on into the former file.
-    ``lock`` is the process's.
+def _replace(file: Path, size_bytes: int, data: bytes) -> None:
+    """Replace the event file of a process, unless it has not that size any more or the process runs on this machine: it
+    would write on into the former file.
     """
-    with contextlib.ExitStack() as stack:
-        if lock.exists():
-            descriptor = os.open(lock, os.O_RDWR)
-            stack.callback(os.close, descriptor)
-            if not try_lock(descriptor):
-                return
+    with contextlib.suppress(RunFolderError), exclusive(RunFolder(file.parent.parent), file.stem):
         if (file.stat().st_size if file.exists() else 0) == size_bytes:
             write_whole(file, data)
 
